@@ -5,9 +5,9 @@ module dequantises it once, undoes what llama.cpp did to the layout, and keeps t
 user's cache:
 
     GGUF  ->  <cache>/smollm2-135m-instruct-<dtype>/
-                  config.json  generation_config.json  model.safetensors
-                  tokenizer.json  tokenizer_config.json  special_tokens_map.json  chat_template.jinja
-                  manifest.json          format version, source, size and sha256 of every file above
+        config.json  generation_config.json  model.safetensors
+        tokenizer.json  tokenizer_config.json  special_tokens_map.json  chat_template.jinja
+        manifest.json  format version, source, size and sha256 of every file above
 
 A folder without a manifest that matches is never used: it is rebuilt.
 """
@@ -30,8 +30,9 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 import torch
+from rich.console import Console
+from rich.progress import track
 from safetensors.torch import save_file
-from tqdm import tqdm
 
 DTypeName = Literal["float32", "bfloat16"]
 
@@ -231,8 +232,9 @@ def convert_gguf(gguf_path: Path, folder: Path, dtype: str, progress: bool) -> N
         "attn_k": config["num_key_value_heads"],
     }
     tensors: dict[str, torch.Tensor] = {}
-    bar = tqdm(reader.tensors, desc=f"SmolLM2 -> {dtype}", unit="tensor", disable=not progress)
-    for tensor in bar:
+    console = Console(stderr=True)
+    title = f"SmolLM2 -> {dtype}"
+    for tensor in track(reader.tensors, title, console=console, disable=not progress):
         array = dequantize(tensor.data, tensor.tensor_type)
         heads = num_heads.get(tensor.name.split(".")[-2])
         if heads is not None:
