@@ -1,0 +1,187 @@
+"""One frozen `SpecConfig`, resolved and checked once from flags and environment.
+
+Nothing else in the package reads flags or the environment. Every error is a `ConfigError`:
+one line that names the flag, file or field, the value found and what is allowed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from types import TracebackType
+from typing import Any
+
+from sglang_dspark.drafters.checkpoints import DraftCheckpoint, read_checkpoint
+from sglang_dspark.errors import ConfigError
+
+# SGLang's own variable for the verify mode; its users know it, so ours reads it too.
+VERIFY_MODE_ENV = "SGLANG_RAGGED_VERIFY_MODE"
+
+DRAFT_PATH_FLAG = "--speculative-draft-model-path"
+NUM_DRAFT_TOKENS_FLAG = "--speculative-num-draft-tokens"
+BLOCK_SIZE_FLAG = "--speculative-dspark-block-size"
+
+
+class Algorithm(StrEnum):
+    """Speculative algorithms that our worker serves."""
+
+    DSPARK = "DSPARK"
+
+
+class VerifyMode(StrEnum):
+    """How much of a drafted block the target verifies."""
+
+    STATIC = "static"  # all gamma + 1 tokens of every request
+
+
+@dataclass(frozen=True)
+class TargetModel:
+    """What a draft has to fit: the served model's numbers."""
+
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+
+
+@dataclass(frozen=True)
+class SpecConfig:
+    """Everything the worker needs to know, resolved.
+
+    gamma: draft tokens proposed per round; a verify window holds gamma + 1 tokens.
+    """
+
+    algorithm: Algorithm
+    mode: VerifyMode
+    gamma: int
+    draft: DraftCheckpoint
+
+    @property
+    def width(self) -> int:
+        """Tokens of one request in a full verify window: the anchor and gamma drafts."""
+        return self.gamma + 1
+
+    def describe(self) -> str:
+        """The resolved settings in one log line."""
+        draft = self.draft
+        return (
+            f"algorithm={self.algorithm} mode={self.mode} proposes {self.gamma}, "
+            f"verifies {self.width} (checkpoint block {draft.block_size}); "
+            f"draft {draft.architecture}: {draft.num_layers} layers, "
+            f"target layers {list(draft.target_layer_ids)} of {draft.num_target_layers}, "
+            f"head {draft.markov_head_type} rank {draft.markov_rank}, "
+            f"confidence head {'yes' if draft.has_confidence_head else 'no'}, "
+            f"vocabulary {draft.vocab_size} shared with the target, "
+            f"mask token {draft.mask_token_id}"
+        )
+
+
+# (field of SGLang's server arguments, value with which we serve, flag, remedy)
+_UNSUPPORTED: tuple[tuple[str, Any, str, str], ...] = (
+    ("pp_size", 1, "--pp-size", "serve with --pp-size 1"),
+    ("enable_dp_attention", False, "--enable-dp-attention", "drop the flag"),
+    ("disaggregation_mode", "null", "--disaggregation-mode", "drop the flag"),
+    ("enable_lora", (None, False), "--enable-lora", "serve adapters without speculation"),
+    ("speculative_adaptive", False, "--speculative-adaptive", "drop the flag"),
+    (
+        "speculative_use_block_verification",
+        False,
+        "--speculative-use-block-verification",
+        "drop the flag",
+    ),
+    (
+        "enable_deterministic_inference",
+        False,
+        "--enable-deterministic-inference",
+        "drop the flag; greedy requests are deterministic without it",
+    ),
+    ("enable_watermark", False, "--enable-watermark", "drop the flag"),
+)
+
+
+def resolve(args: Any, target: TargetModel, environ: Mapping[str, str] = os.environ) -> SpecConfig:
+    """Check SGLang's server arguments and the draft checkpoint against the target.
+
+    args: any object with the fields of SGLang's `ServerArgs`.
+    Raises `ConfigError` before the server loads a weight.
+    """
+    algorithm = Algorithm(str(args.speculative_algorithm).upper())
+    mode = _verify_mode(environ)
+    for field, allowed, flag, remedy in _UNSUPPORTED:
+        value = getattr(args, field, None)
+        good = allowed if isinstance(allowed, tuple) else (allowed,)
+        if value not in good and value is not None:
+            raise ConfigError(
+                f"{flag} is {value!r}, which {algorithm} of sglang-dspark does not serve yet: "
+                f"{remedy}"
+            )
+    for field, flag in (
+        ("speculative_num_steps", "--speculative-num-steps"),
+        ("speculative_eagle_topk", "--speculative-eagle-topk"),
+    ):
+        value = getattr(args, field)
+        if value not in (None, 1):
+            raise ConfigError(
+                f"{flag} is {value}, but {algorithm} drafts one chain in one forward: it must be "
+                f"1 or left out (the length of a block is {NUM_DRAFT_TOKENS_FLAG} - 1)"
+            )
+
+    path = args.speculative_draft_model_path
+    if path is None:
+        raise ConfigError(f"{DRAFT_PATH_FLAG} is missing: {algorithm} needs a draft checkpoint")
+    draft = read_checkpoint(path, flag=DRAFT_PATH_FLAG)
+    draft.check_fits(target)
+    draft.check_weights()
+    gamma = _resolve_gamma(args, draft)
+    return SpecConfig(algorithm=algorithm, mode=mode, gamma=gamma, draft=draft)
+
+
+def _verify_mode(environ: Mapping[str, str]) -> VerifyMode:
+    value = environ.get(VERIFY_MODE_ENV, VerifyMode.STATIC)
+    try:
+        return VerifyMode(value)
+    except ValueError:
+        allowed = ", ".join(VerifyMode)
+        raise ConfigError(f"{VERIFY_MODE_ENV} is {value!r}; served today: {allowed}") from None
+
+
+def _resolve_gamma(args: Any, draft: DraftCheckpoint) -> int:
+    """gamma of the flags, or the checkpoint's; both flags together have to agree."""
+    num_draft_tokens = args.speculative_num_draft_tokens
+    block_size = args.speculative_dspark_block_size
+    trained = draft.block_size
+    if num_draft_tokens is None and block_size is None:
+        return trained
+    if block_size is None:
+        block_size, flag, value = num_draft_tokens - 1, NUM_DRAFT_TOKENS_FLAG, num_draft_tokens
+        allowed = f"2 to {trained + 1} (the anchor and 1 to {trained} drafts)"
+    else:
+        flag, value, allowed = BLOCK_SIZE_FLAG, block_size, f"1 to {trained}"
+        if num_draft_tokens not in (None, block_size + 1):
+            raise ConfigError(
+                f"{NUM_DRAFT_TOKENS_FLAG} is {num_draft_tokens} but {BLOCK_SIZE_FLAG} is "
+                f"{block_size}: the first counts the anchor too, so it must be {block_size + 1}"
+            )
+    if not 1 <= block_size <= trained:
+        raise ConfigError(
+            f"{flag} is {value}, but the draft {draft.path} was trained for blocks of {trained}: "
+            f"allowed are {allowed}"
+        )
+    return int(block_size)
+
+
+def report_config_errors_in_one_line() -> None:
+    """Print an uncaught `ConfigError` as its one line instead of a traceback."""
+    previous = sys.excepthook
+
+    def hook(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, ConfigError):
+            print(f"sglang-dspark: error: {error}", file=sys.stderr, flush=True)
+        else:
+            previous(kind, error, traceback)
+
+    sys.excepthook = hook

@@ -1,0 +1,76 @@
+"""What a drafter is, and the two values that cross its border.
+
+A drafter proposes a block of gamma tokens per request and keeps its own state in step with what
+was committed. It knows nothing of verify windows, modes or graph tiers; the worker knows nothing
+of the drafter's model. A new algorithm is one new file beside this one.
+
+Symbols of all shapes: R requests, gamma draft tokens per round, W = gamma + 1, V vocabulary,
+H hidden size, F captured target layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from sglang_dspark.verify.accept import Verdict
+    from sglang_dspark.verify.sampling import SamplingParams
+
+
+@dataclass(frozen=True)
+class RoundState:
+    """One decode round as it stands before drafting.
+
+    The anchor of request r sits at position seq_lens[r]; its KV is not yet written.
+    """
+
+    # [R] int64, rows of SGLang's req_to_token table
+    req_rows: torch.Tensor
+    # [R] int64, committed KV length, the anchor not counted
+    seq_lens: torch.Tensor
+    # [R] int64 on the host, an upper bound of seq_lens; None if no attention backend reads it
+    seq_lens_cpu: torch.Tensor | None
+    # [R] int64
+    anchors: torch.Tensor
+    # [R, W] int64
+    positions: torch.Tensor
+    # KV slots of the R x W window tokens, in the id spaces of target and draft pool
+    kv_plan: KVLocPlan
+    # how each request samples; None: every request is greedy
+    sampling: SamplingParams | None
+
+
+@dataclass(frozen=True)
+class DraftBlock:
+    """What a drafter proposes."""
+
+    # [R, gamma] int64
+    tokens: torch.Tensor
+    # [R, gamma, V] float32, the distribution that each token was drawn from (one-hot where it was
+    # chosen greedily); None: every request is greedy
+    probs: torch.Tensor | None
+    # [R, gamma] float32, logit of P(token k survives | all before survived); None: no head
+    confidence_logits: torch.Tensor | None
+
+
+class Drafter(Protocol):
+    """The protocol between the worker and an algorithm."""
+
+    # SGLang's runner of the draft model: its KV pool, attention backend and CUDA graphs
+    runner: ModelRunner
+
+    def prefill(self, batch: ScheduleBatch, aux_hidden: torch.Tensor, kv_plan: KVLocPlan) -> None:
+        """Take in a prefill. aux_hidden: [tokens of the batch, F * H], in batch order."""
+
+    def propose(self, state: RoundState) -> DraftBlock:
+        """Draft one block per request."""
+
+    def commit(self, state: RoundState, verdict: Verdict, aux_hidden: torch.Tensor) -> None:
+        """Catch up with what was committed. aux_hidden: [R * W, F * H], window rows in order."""

@@ -1,0 +1,153 @@
+"""The only place where sglang-dspark takes hold of SGLang.
+
+SGLang calls `register` once in every process (launcher, scheduler, detokenizer) through the entry
+point group `sglang.srt.plugins`. It checks the SGLang version and puts the hooks of the table
+below in place. Imports of SGLang modules stay inside functions: what is imported here costs
+start-up time in each of these processes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from sglang_dspark import __version__, config
+from sglang_dspark.errors import ConfigError
+from sglang_dspark.hooking import Hook
+
+if TYPE_CHECKING:
+    from sglang_dspark.worker import SpecWorker
+
+SGLANG_VERSION = "0.5.23"
+
+logger = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Entry point of SGLang's plugin loader."""
+    check_sglang_version(version("sglang"))
+    config.report_config_errors_in_one_line()
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for hook in hooks():
+        HookRegistry.register(hook.target, hook.fn, HookType[hook.kind])
+
+
+def check_sglang_version(found: str) -> None:
+    """Stop on another SGLang: its inside is what the hooks below lean on."""
+    if found.split("+")[0] != SGLANG_VERSION:
+        # SGLang logs and swallows an Exception of a plugin; it would go on without us, silently.
+        raise SystemExit(
+            f"sglang-dspark: error: sglang {found} is installed, but sglang-dspark {__version__} "
+            f"works with sglang {SGLANG_VERSION} only: pip install sglang=={SGLANG_VERSION}, "
+            "or pip uninstall sglang-dspark"
+        )
+
+
+def worker_class(algorithm: str) -> type[SpecWorker] | None:
+    """Our worker for an algorithm of `config.Algorithm`; None for any other."""
+    if algorithm not in list(config.Algorithm):
+        return None
+    from sglang_dspark.worker import SpecWorker
+
+    return SpecWorker
+
+
+def spec_config(server_args: Any, model_config: Any) -> config.SpecConfig:
+    """The resolved `SpecConfig` from SGLang's server arguments and the target's ModelConfig."""
+    text = model_config.hf_text_config
+    target = config.TargetModel(
+        hidden_size=int(model_config.hidden_size),
+        vocab_size=int(model_config.vocab_size),
+        num_layers=int(text.num_hidden_layers),
+    )
+    return config.resolve(server_args, target)
+
+
+def hooks() -> tuple[Hook, ...]:
+    """Every hook of this process, those of the host platform included where it is active."""
+    from sglang.srt.platforms import current_platform
+
+    common = (
+        Hook(
+            "sglang.srt.arg_groups.speculative_hook._handle_dspark",
+            "AROUND",
+            _resolve_dspark,
+            "checks the draft before anything is loaded; the original knows no CPU device",
+        ),
+        Hook(
+            "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
+            "AFTER",
+            _req_to_token_headroom,
+            "a request row must hold the double-buffered reserve, at page size 1 as well",
+        ),
+    )
+    if current_platform.is_out_of_tree():
+        from sglang_dspark.host.hooks import HOST_HOOKS
+        from sglang_dspark.host.platform import HostPlatform
+
+        return common + (HOST_HOOKS if isinstance(current_platform, HostPlatform) else ())
+    return (
+        *common,
+        Hook(
+            "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker",
+            "AROUND",
+            _create_worker,
+            "an in-tree platform offers no method to name another worker",
+        ),
+    )
+
+
+def assert_hooks_applied() -> None:
+    """Raise if a hook did not take: SGLang only logs a hook that it could not apply."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    missing = [hook.target for hook in hooks() if hook.target not in HookRegistry._patched]
+    if missing:
+        raise ConfigError(
+            f"SGLang did not apply the hook on {missing[0]} (see its log above): is this "
+            f"sglang {SGLANG_VERSION}, and does SGLANG_PLUGINS include sglang_dspark?"
+        )
+
+
+def _resolve_dspark(original: Callable[[Any], None], server_args: Any) -> None:
+    """Resolve DSPARK's fields of the server arguments, on CUDA and on the host platform."""
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+
+    view = resolving_view(server_args)
+    if view.speculative_draft_model_path is None and view.device != "cpu":
+        # The original also looks for a draft that is bundled with the target; then ours checks.
+        original(server_args)
+    resolved = spec_config(view, model_config_of(server_args))
+    declare_resolution(
+        server_args,
+        "sglang_dspark",
+        speculative_num_draft_tokens=resolved.width,
+        speculative_dspark_block_size=resolved.gamma,
+    )
+    if view.device != "cpu":
+        original(server_args)
+        return
+    # What the original would have declared; these fields size KV reserves and request rows.
+    declare_resolution(
+        server_args, "sglang_dspark", speculative_num_steps=1, speculative_eagle_topk=1
+    )
+    if view.max_running_requests is None:
+        declare_resolution(server_args, "sglang_dspark", max_running_requests=48)
+
+
+def _create_worker(original: Callable[..., Any], algorithm: Any, server_args: Any) -> Any:
+    return worker_class(algorithm.name) or original(algorithm, server_args)
+
+
+def _req_to_token_headroom(extra: int, *args: Any, **kwargs: Any) -> int:
+    """Tokens of a request row beyond the context length: at least the largest reserve."""
+    from sglang.srt.runtime_context import get_schedule, get_spec
+
+    spec = get_spec()
+    if spec.speculative_algorithm not in list(config.Algorithm):
+        return extra
+    return max(extra, 2 * spec.speculative_num_draft_tokens + get_schedule().page_size)

@@ -1,0 +1,82 @@
+"""Lossless acceptance: which drafted tokens survive, and which token follows them.
+
+Greedy: a draft token survives while it equals the target's argmax.
+Sampling (Leviathan et al., arXiv 2211.17192, algorithm 1; Chen et al., arXiv 2302.01318): token x
+drawn from q survives with probability min(1, p(x) / q(x)); at the first rejection the next token
+is drawn from norm(max(0, p - q)); if all survive it is drawn from the target's next p. The output
+is then distributed as the target's own samples, whatever the draft proposes.
+
+Terms: the *anchor* is row 0 of a window, *accepted* counts surviving draft tokens, the *bonus* is
+the token that the target adds, which becomes the next anchor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sglang_dspark.verify.sampling import draw
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a round commits. R requests, W = gamma + 1."""
+
+    # [R, W] int64: accepted drafts, then the bonus; entries from commit_lens on are padding
+    tokens: torch.Tensor
+    # [R] int32: accepted + 1
+    commit_lens: torch.Tensor
+    # [R] int64
+    bonus: torch.Tensor
+
+
+def accept_greedy(draft_tokens: torch.Tensor, target_tokens: torch.Tensor) -> Verdict:
+    """draft_tokens: [R, gamma] int64; target_tokens: [R, W] int64, argmax after each window row."""
+    survives = draft_tokens == target_tokens[:, :-1]
+    accepted = _leading_run(survives)
+    bonus = target_tokens.gather(1, accepted.unsqueeze(1)).squeeze(1)
+    return _verdict(draft_tokens, accepted, bonus)
+
+
+def accept_sampled(
+    draft_tokens: torch.Tensor,
+    draft_probs: torch.Tensor,
+    target_probs: torch.Tensor,
+    generator: torch.Generator | None = None,
+) -> Verdict:
+    """Speculative sampling.
+
+    draft_tokens: [R, gamma] int64, token k drawn from draft_probs[:, k].
+    draft_probs:  [R, gamma, V] float32, q.
+    target_probs: [R, W, V] float32, p after each window row.
+    A greedy request takes part with one-hot rows: the rule then reads "equal to the argmax".
+    """
+    num_requests, gamma = draft_tokens.shape
+    index = draft_tokens.unsqueeze(-1)
+    p = target_probs[:, :-1].gather(-1, index).squeeze(-1)
+    q = draft_probs.gather(-1, index).squeeze(-1)
+    coin = torch.rand(p.shape, device=p.device, generator=generator)
+    # coin < p / q without the division: q(x) > 0, since x was drawn from q.
+    accepted = _leading_run(coin * q < p)
+
+    rows = torch.arange(num_requests, device=p.device)
+    p_next = target_probs[rows, accepted]
+    q_next = draft_probs[rows, accepted.clamp(max=gamma - 1)]
+    rejected = (accepted < gamma).unsqueeze(1)
+    residual = torch.where(rejected, (p_next - q_next).clamp_min(0.0), p_next)
+    # p == q up to rounding leaves no residual; a rejection is then rounding too, and p is right.
+    empty = residual.sum(dim=-1, keepdim=True) <= 0
+    bonus = draw(torch.where(empty, p_next, residual), generator)
+    return _verdict(draft_tokens, accepted, bonus)
+
+
+def _leading_run(survives: torch.Tensor) -> torch.Tensor:
+    """[R] int64: how many leading entries of each row of [R, gamma] bool hold."""
+    return survives.to(torch.int64).cumprod(dim=1).sum(dim=1)
+
+
+def _verdict(draft_tokens: torch.Tensor, accepted: torch.Tensor, bonus: torch.Tensor) -> Verdict:
+    tokens = torch.cat([draft_tokens, draft_tokens[:, :1]], dim=1)
+    tokens.scatter_(1, accepted.unsqueeze(1), bonus.unsqueeze(1))
+    return Verdict(tokens=tokens, commit_lens=(accepted + 1).to(torch.int32), bonus=bonus)

@@ -1,0 +1,107 @@
+"""The distribution that a request samples from, given a row of logits.
+
+The same function serves both sides of speculative sampling: the target's p and the draft's q.
+Filters follow SGLang's sampler (its "joint" order): top-k and top-p are both cut on
+softmax(logits / temperature) before renormalisation, then min-p relative to the largest value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Per-row sampling parameters of N rows; greedy rows have top_k == 1.
+
+    The `need_*` flags are host values that spare the batch the filters nobody asked for.
+    """
+
+    # [N, 1] float32, > 0
+    temperature: torch.Tensor
+    # [N] int32
+    top_k: torch.Tensor
+    # [N] float32
+    top_p: torch.Tensor
+    # [N] float32
+    min_p: torch.Tensor
+    need_top_k: bool
+    need_top_p: bool
+    need_min_p: bool
+    any_greedy: bool
+
+    @classmethod
+    def of_batch(cls, info: SamplingBatchInfo) -> SamplingParams | None:
+        """Parameters of a batch, a row per request; None if every request is greedy."""
+        if info.is_all_greedy:
+            return None
+        return cls(
+            temperature=info.temperatures,
+            top_k=info.top_ks,
+            top_p=info.top_ps,
+            min_p=info.min_ps,
+            need_top_k=info.need_top_k_sampling,
+            need_top_p=info.need_top_p_sampling,
+            need_min_p=info.need_min_p_sampling,
+            any_greedy=info.is_any_greedy,
+        )
+
+    def repeat(self, times: int) -> SamplingParams:
+        """Parameters with every row repeated `times` times, for R x `times` packed rows."""
+        return SamplingParams(
+            temperature=self.temperature.repeat_interleave(times, dim=0),
+            top_k=self.top_k.repeat_interleave(times),
+            top_p=self.top_p.repeat_interleave(times),
+            min_p=self.min_p.repeat_interleave(times),
+            need_top_k=self.need_top_k,
+            need_top_p=self.need_top_p,
+            need_min_p=self.need_min_p,
+            any_greedy=self.any_greedy,
+        )
+
+
+def distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Probabilities [N, V] float32 that a request samples the next token from.
+
+    logits: [N, V]; params: N rows. A greedy row comes out one-hot at its (first) argmax.
+    """
+    probs = torch.softmax(logits.float() / params.temperature, dim=-1)
+    if params.need_top_k or params.need_top_p or params.need_min_p:
+        probs = _filter(probs, params)
+    if params.any_greedy:
+        one_hot = torch.zeros_like(probs).scatter_(1, logits.argmax(dim=-1, keepdim=True), 1.0)
+        probs = torch.where((params.top_k <= 1).unsqueeze(1), one_hot, probs)
+    return probs
+
+
+def _filter(probs: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    ordered, order = probs.sort(dim=-1, descending=True)
+    keep = torch.ones_like(ordered, dtype=torch.bool)
+    if params.need_top_k:
+        rank = torch.arange(ordered.shape[1], device=probs.device)
+        keep &= rank < params.top_k.unsqueeze(1)
+    if params.need_top_p:
+        mass_before = ordered.cumsum(dim=-1) - ordered
+        keep &= mass_before <= params.top_p.unsqueeze(1)
+    if params.need_min_p:
+        keep &= ordered >= ordered[:, :1] * params.min_p.unsqueeze(1)
+    kept = torch.where(keep, ordered, 0.0)
+    kept = kept / kept.sum(dim=-1, keepdim=True)
+    return torch.empty_like(probs).scatter_(1, order, kept)
+
+
+def draw(weights: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+    """One draw per row, [N] int64, in proportion to non-negative `weights` [N, V] float32.
+
+    argmax(weights / Exp(1)) is the exponential race (the Gumbel-max trick in another form). Unlike
+    torch.multinomial it needs no normalised rows and never synchronises with the device.
+    """
+    noise = torch.empty_like(weights).exponential_(1.0, generator=generator)
+    noise.clamp_min_(torch.finfo(noise.dtype).tiny)
+    return (weights / noise).argmax(dim=-1)
