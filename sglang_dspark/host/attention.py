@@ -1,0 +1,247 @@
+"""SGLang attention backend in plain torch, vectorised over the batch.
+
+One gather of K and V through the slot table per group of requests and layer, then one
+scaled dot product for the whole group. The query heads that share a KV head are folded
+into the rows, so K and V are never repeated.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.speculative.ragged_verify import resolve_ragged_verify_layout
+from torch.nn.functional import scaled_dot_product_attention
+
+from sglang_dspark.host.reads import Group, Kind, Read, ReadPlan
+
+
+class HostAttention(AttentionBackend):
+    """Extend, decode and speculative verify (uniform or ragged) on the CPU."""
+
+    forward_metadata: ReadPlan | None
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__()
+        self.device = runner.device
+        self.req_to_token_pool = runner.req_to_token_pool
+        self.token_to_kv_pool = runner.token_to_kv_pool
+        self.forward_metadata = None
+        self.swa_loc: torch.Tensor | None = None  # out_cache_loc in the sliding-window pool
+        pool = self.token_to_kv_pool
+        self.swa_layers = {
+            layer for layer, (_, is_swa) in getattr(pool, "layers_mapping", {}).items() if is_swa
+        }
+        if getattr(pool, "use_hnd", False):
+            raise ValueError(
+                "SGLANG_USE_HND_KVCACHE=1: the host attention backend needs the default KV layout; "
+                "unset it."
+            )
+        if runner.model_config.attention_arch.name != "MHA":
+            raise ValueError(
+                f"--attention-backend host: the model's attention is "
+                f"{runner.model_config.attention_arch.name}, only MHA, GQA and MQA are supported."
+            )
+
+    def support_triton(self) -> bool:
+        return False
+
+    def init_forward_metadata_out_graph(
+        self, forward_batch: ForwardBatch, in_capture: bool = False
+    ) -> None:
+        self.forward_metadata = self._plan(forward_batch)
+        self.swa_loc = None
+        if self.swa_layers and forward_batch.out_cache_loc is not None:
+            self.swa_loc = self.token_to_kv_pool.translate_loc_from_full_to_swa(
+                forward_batch.out_cache_loc
+            )
+
+    def _plan(self, batch: ForwardBatch) -> ReadPlan | None:
+        mode = batch.forward_mode
+        if mode.is_idle():
+            return None
+        uniform: int | None = None
+        if mode.is_decode():
+            uniform, kv_lens = 1, batch.seq_lens
+            q_lens = torch.ones_like(kv_lens)
+        elif mode.is_target_verify():
+            layout = resolve_ragged_verify_layout(batch)
+            if layout is None:
+                uniform = int(batch.spec_info.draft_token_num)
+                q_lens = torch.full_like(batch.seq_lens, uniform)
+            else:
+                q_lens = layout.verify_lens
+            kv_lens = batch.seq_lens + q_lens  # seq_lens leaves the window out
+        else:
+            q_lens, kv_lens = batch.extend_seq_lens, batch.seq_lens
+        pool = self.token_to_kv_pool
+        return ReadPlan(
+            req_to_token=self.req_to_token_pool.req_to_token,
+            requests=batch.req_pool_indices,
+            q_lens=q_lens,
+            kv_lens=kv_lens,
+            uniform_rows=uniform,
+            token_bytes=2 * pool.head_num * pool.head_dim * pool.dtype.itemsize,
+        )
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        return self.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """q [M, H*D], k and v [M, KVH, D] -> [M, H*Dv]; rows past the plan's are zero."""
+        _reject_unsupported(layer, kwargs)
+        if save_kv_cache and k is not None and v is not None:
+            # Written first: a row of a verify window reads the rows beside it.
+            loc = KVWriteLoc.for_layer(forward_batch, layer, swa_loc=self.swa_loc)
+            self.token_to_kv_pool.set_kv_buffer(layer, loc, k, v)
+        plan = self.forward_metadata
+        assert plan is not None
+        swa_pool = layer.layer_id in self.swa_layers
+        kind = Kind(
+            causal=layer.attn_type != AttentionType.ENCODER_ONLY,
+            window=layer.sliding_window_size,
+            swa_pool=swa_pool,
+        )
+        return attend(
+            q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),
+            self.token_to_kv_pool.get_key_buffer(layer.layer_id),
+            self.token_to_kv_pool.get_value_buffer(layer.layer_id),
+            plan,
+            kind,
+            scale=layer.scaling,
+            logit_cap=layer.logit_cap,
+            full_to_swa=self.token_to_kv_pool.full_to_swa_index_mapping if swa_pool else None,
+        )
+
+
+def _reject_unsupported(layer: RadixAttention, kwargs: dict[str, Any]) -> None:
+    if layer.is_cross_attention:
+        raise NotImplementedError(
+            f"layer {layer.layer_id}: cross attention is not supported by the host backend."
+        )
+    given = sorted(name for name, value in kwargs.items() if value is not None)
+    if given:
+        raise NotImplementedError(
+            f"layer {layer.layer_id} passes {', '.join(given)} to attention, which the host "
+            "backend does not support."
+        )
+
+
+def attend(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    plan: ReadPlan,
+    kind: Kind,
+    *,
+    scale: float,
+    logit_cap: float = 0.0,
+    full_to_swa: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of all rows of a forward over the cached tokens that the plan gives them.
+
+    q: [M, H, D] packed rows, possibly padded at the end; k_cache: [slots, KVH, D];
+    v_cache: [slots, KVH, Dv]. Returns [M, H*Dv] in q's dtype, zero in padding rows.
+    """
+    num_rows, num_heads, _ = q.shape
+    if num_rows < plan.num_rows:
+        raise ValueError(f"forward has {num_rows} rows, the batch needs {plan.num_rows}.")
+    heads_per_kv = num_heads // k_cache.shape[1]
+    outputs = []
+    for group in plan.groups:
+        read = plan.read(
+            group, kind, dtype=q.dtype, heads_per_kv=heads_per_kv, full_to_swa=full_to_swa
+        )
+        outputs.append(_attend_group(q, k_cache, v_cache, group, read, scale, logit_cap))
+    if len(outputs) == 1 and num_rows == plan.num_rows:
+        return outputs[0]
+    out = q.new_zeros(num_rows, outputs[0].shape[1] if outputs else num_heads * v_cache.shape[2])
+    for group, rows in zip(plan.groups, outputs, strict=True):
+        if group.gather is None:
+            out[group.first_row : group.first_row + rows.shape[0]] = rows
+        else:
+            to = group.gather if group.live is None else group.gather[group.live]
+            out.index_copy_(0, to, rows)
+    return out
+
+
+def _attend_group(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    group: Group,
+    read: Read,
+    scale: float,
+    logit_cap: float,
+) -> torch.Tensor:
+    """Attention of one group's real rows, in the group's order: [m, H*Dv]."""
+    num_kv_heads, v_dim = v_cache.shape[1:]
+    num_heads, dim = q.shape[1:]
+    num_reqs, num_rows = len(group.requests), group.num_rows
+    if group.gather is None:
+        q = q[group.first_row : group.first_row + num_reqs * num_rows]
+    else:
+        q = q.index_select(0, group.gather)
+    # Flat rows make index_select a plain copy of whole tokens.
+    k = k_cache.flatten(1).index_select(0, read.slots)
+    v = v_cache.flatten(1).index_select(0, read.slots)
+    k = k.to(q.dtype).view(num_reqs, read.num_tokens, num_kv_heads, dim).transpose(1, 2)
+    v = v.to(q.dtype).view(num_reqs, read.num_tokens, num_kv_heads, v_dim).transpose(1, 2)
+    if read.is_causal and not logit_cap:
+        q = q.view(num_reqs, num_rows, num_heads, dim).transpose(1, 2)
+        out = scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scale, enable_gqa=num_heads != num_kv_heads
+        )
+        return out.transpose(1, 2).reshape(num_rows, num_heads * v_dim)
+    heads_per_kv = num_heads // num_kv_heads
+    q = q.view(num_reqs, num_rows, num_kv_heads, heads_per_kv, dim).transpose(1, 2)
+    q = q.reshape(num_reqs, num_kv_heads, num_rows * heads_per_kv, dim)
+    if logit_cap:
+        out = _capped(q, k, v, read, scale, logit_cap)
+    else:
+        out = scaled_dot_product_attention(q, k, v, attn_mask=read.mask, scale=scale)
+    out = out.view(num_reqs, num_kv_heads, num_rows, heads_per_kv, v_dim).transpose(1, 2)
+    out = out.reshape(num_reqs * num_rows, num_heads * v_dim)
+    return out if group.live is None else out.index_select(0, group.live)
+
+
+def _capped(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    read: Read,
+    scale: float,
+    logit_cap: float,
+) -> torch.Tensor:
+    """Attention with logits softly limited to +-logit_cap, as Gemma 2 needs it."""
+    logits = torch.matmul(q, k.transpose(-1, -2)).float() * scale
+    logits = torch.tanh(logits / logit_cap) * logit_cap
+    if read.mask is not None:
+        logits = logits + read.mask
+    elif read.is_causal:  # of rows, not of rows times heads
+        upper = torch.ones(read.num_tokens, read.num_tokens, dtype=torch.bool).triu(1)
+        upper = upper.repeat_interleave(logits.shape[2] // read.num_tokens, dim=0)
+        logits = logits.masked_fill(upper, float("-inf"))
+    return torch.matmul(torch.softmax(logits, dim=-1).to(v.dtype), v)
