@@ -138,6 +138,7 @@ class DSparkDrafter:
             (num_requests, gamma), self._mask_token_id, dtype=torch.int64, device=self.device
         )
         ids[:, 0] = state.anchors
+        slots = state.kv_plan.write_virtual.view(num_requests, -1)[:, :gamma]
         lens_cpu = None if state.seq_lens_cpu is None else state.seq_lens_cpu + gamma
         batch = ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
@@ -145,7 +146,7 @@ class DSparkDrafter:
             input_ids=ids.flatten(),
             req_pool_indices=state.req_rows,
             seq_lens=state.seq_lens,
-            out_cache_loc=None,
+            out_cache_loc=slots.flatten(),
             seq_lens_sum=None if lens_cpu is None else int(lens_cpu.sum()),
             seq_lens_cpu=lens_cpu,
             positions=state.positions[:, :gamma].flatten(),
