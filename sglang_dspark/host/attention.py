@@ -36,11 +36,6 @@ class HostAttention(AttentionBackend):
         self.swa_layers = {
             layer for layer, (_, is_swa) in getattr(pool, "layers_mapping", {}).items() if is_swa
         }
-        if getattr(pool, "use_hnd", False):
-            raise ValueError(
-                "SGLANG_USE_HND_KVCACHE=1: the host attention backend needs the default KV layout; "
-                "unset it."
-            )
         if runner.model_config.attention_arch.name != "MHA":
             raise ValueError(
                 f"--attention-backend host: the model's attention is "

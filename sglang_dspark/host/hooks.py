@@ -42,6 +42,24 @@ def last_slots(
     return slots.masked_fill(prefix_lens <= 0, -1)
 
 
+def window_slots(
+    *,
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    start_offset: torch.Tensor,
+    end_offset: torch.Tensor,
+    draft_token_num: int,
+    **_: object,
+) -> torch.Tensor:
+    """Slots of positions start..end of each request, packed in request order. int64 flat.
+
+    draft_token_num is the longest window. Not a hook: the platform method that SGLang asks.
+    """
+    columns = start_offset.unsqueeze(1) + torch.arange(draft_token_num)
+    slots = req_to_token[req_pool_indices.unsqueeze(1), columns].long()
+    return slots[columns < end_offset.unsqueeze(1)]
+
+
 HOST_HOOKS: tuple[Hook, ...] = (
     Hook(
         "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func",

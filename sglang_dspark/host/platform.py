@@ -6,8 +6,10 @@ so only torch and the light parts of SGLang may be imported at its top.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +23,11 @@ logger = logging.getLogger(__name__)
 ENTRY_POINT = "sglang_dspark_host"  # the name that SGLANG_PLATFORM selects
 BACKEND = "host"  # the name that --attention-backend selects
 ALGORITHMS = ("DSPARK", "DFLASH", "EAGLE3")
+
+# Defaults of flags that SGLang would size for a whole accelerator. The KV cache shares the
+# memory with everything else on the host and the radix cache fills it in time.
+MAX_TOTAL_TOKENS = 65536
+MAX_RUNNING_REQUESTS = 48  # as SGLang's default under speculation
 
 
 def found_accelerator() -> str | None:
@@ -65,6 +72,19 @@ def is_active() -> bool:
     return isinstance(current_platform, HostPlatform)
 
 
+def checkpoint_dtype(model_path: str) -> str | None:
+    """The dtype that the config.json of a local checkpoint names."""
+    try:
+        config = json.loads((Path(model_path) / "config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    text = config.get("text_config") or {}
+    for found in (config.get("dtype"), config.get("torch_dtype"), text.get("dtype")):
+        if isinstance(found, str):
+            return found
+    return None
+
+
 def _add_choice(known: list[str], name: str) -> None:
     if name not in known:
         known.append(name)
@@ -88,10 +108,19 @@ class HostPlatform(CpuDeviceMixin, SRTPlatform):
         return False
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
+        if server_args.device != "cpu":
+            return
         # SGLang has put "intel_amx" in place of an unset backend by now. That one needs
         # the CPU build of sgl-kernel, which this platform does without.
-        if server_args.device == "cpu" and server_args.attention_backend in (None, "intel_amx"):
+        if server_args.attention_backend in (None, "intel_amx"):
             server_args.attention_backend = BACKEND
+        # "auto" would serve a float32 checkpoint in float16, slowly and less exactly.
+        if server_args.dtype == "auto" and checkpoint_dtype(server_args.model_path) == "float32":
+            server_args.dtype = "float32"
+        if server_args.max_total_tokens is None:
+            server_args.max_total_tokens = MAX_TOTAL_TOKENS
+        if server_args.max_running_requests is None:
+            server_args.max_running_requests = MAX_RUNNING_REQUESTS
 
     def get_default_attention_backend(self) -> str:
         return BACKEND
@@ -110,6 +139,11 @@ class HostPlatform(CpuDeviceMixin, SRTPlatform):
 
         worker: type | None = worker_class(algorithm)
         return worker
+
+    def get_speculative_cache_locs_fn(self) -> Any:
+        from sglang_dspark.host.hooks import window_slots
+
+        return window_slots
 
     def get_kv_pool_cls(self, *, kind: KVPoolKind) -> type | None:
         if kind != "mha":
