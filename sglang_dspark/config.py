@@ -84,6 +84,12 @@ _UNSUPPORTED: tuple[tuple[str, Any, str, str], ...] = (
     ("enable_dp_attention", False, "--enable-dp-attention", "drop the flag"),
     ("disaggregation_mode", "null", "--disaggregation-mode", "drop the flag"),
     ("enable_lora", (None, False), "--enable-lora", "serve adapters without speculation"),
+    (
+        "enable_mixed_chunk",
+        False,
+        "--enable-mixed-chunk",
+        "drop the flag; chunked prefill works without it",
+    ),
     ("speculative_adaptive", False, "--speculative-adaptive", "drop the flag"),
     (
         "speculative_use_block_verification",

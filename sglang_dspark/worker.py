@@ -25,6 +25,7 @@ from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_m
 from sglang_dspark import plugin
 from sglang_dspark.drafters.base import DraftBlock, Drafter, RoundState
 from sglang_dspark.drafters.dspark import DSparkDrafter
+from sglang_dspark.observe.records import RoundRecords
 from sglang_dspark.observe.selfcheck import AcceptanceCheck
 from sglang_dspark.verify.accept import Verdict, accept_greedy, accept_sampled
 from sglang_dspark.verify.adjust import LogitAdjuster
@@ -70,6 +71,7 @@ class SpecWorker(BaseSpecWorker):
         self.adjuster = LogitAdjuster(self.config.width, self.model_runner)
         self._window = torch.arange(self.config.width, device=self.device)
         self._check = AcceptanceCheck(self.config.describe())
+        self._records = RoundRecords(self.config)
         logger.info("sglang-dspark: %s", self.config.describe())
 
     # The two kinds of forward
@@ -254,12 +256,14 @@ class SpecWorker(BaseSpecWorker):
         self, num_correct_drafts_per_req: list[int], batch_size: int = 0
     ) -> None:
         self._check.add(num_correct_drafts_per_req)
+        self._records.add(num_correct_drafts_per_req)
 
-    def dump_info_records(self) -> None:
-        """Asked by /server_info of a DSPARK worker: we keep no step records yet."""
+    def dump_info_records(self) -> dict[str, Any]:
+        """What /server_info shows of a DSPARK worker, as `dspark_info_record`."""
+        return self._records.dump()
 
     def clear_info_records(self) -> None:
-        """Counterpart of `dump_info_records`."""
+        self._records.clear()
 
     def block_accept_estimate_log_suffix(self) -> None:
         """Asked by the decode log line of a DSPARK worker: nothing to add to it."""

@@ -43,12 +43,18 @@ def write_oracle(
     draft_distance: int | None = None,
     head: str = "vanilla",
     head_noise: float = 0.0,
+    target_noise: float = 0.0,
     seed: int = 0,
     feature_layers: tuple[int, ...] = (0,),
     **config_changes: Any,
 ) -> tuple[Path, Path]:
-    """Target and draft folders of an oracle pair; head_noise > 0 makes the draft err at random."""
-    target = _oracle_target(distance)
+    """Target and draft folders of an oracle pair.
+
+    head_noise > 0 makes the draft err at random. target_noise > 0 gives the target's middle layers
+    random weights of that scale: its tokens then depend on the whole context and leave the oracle
+    now and then, so that accept lengths vary and any damage to the KV cache shows.
+    """
+    target = _oracle_target(distance, target_noise, seed)
     target_path = folder / "target"
     target.save_pretrained(target_path)
 
@@ -126,7 +132,8 @@ def _target_config(vocab: int) -> LlamaConfig:
     )
 
 
-def _oracle_target(distance: int) -> LlamaForCausalLM:
+def _oracle_target(distance: int, noise: float, seed: int) -> LlamaForCausalLM:
+    generator = torch.Generator().manual_seed(seed + 100)
     model = LlamaForCausalLM(_target_config(VOCAB))
     attention = _look_back(distance)
     with torch.no_grad():
@@ -137,6 +144,10 @@ def _oracle_target(distance: int) -> LlamaForCausalLM:
         embedding[:, CONSTANT] = 1.0
         # Row v reads dimension v - 1, so that the copied token x comes out as x + 1.
         model.lm_head.weight[:, :VOCAB] = torch.eye(VOCAB).roll(1, dims=0)
+        for layer in model.model.layers[1:-1]:
+            for weight in layer.parameters():
+                if weight.dim() > 1:
+                    weight.normal_(0.0, noise, generator=generator)
         last = model.model.layers[-1].self_attn
         last.q_proj.weight.copy_(attention["q_proj"] * _amplitude())
         last.k_proj.weight.copy_(attention["k_proj"] * _amplitude())

@@ -1,0 +1,233 @@
+"""Bad input stops with one line that names the flag or field, its value and what is allowed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import micro
+import pytest
+from safetensors.torch import load_file, save_file
+
+from sglang_dspark import config, plugin
+from sglang_dspark.config import TargetModel, resolve
+from sglang_dspark.errors import ConfigError
+
+TARGET = TargetModel(
+    hidden_size=micro.HIDDEN, vocab_size=micro.VOCAB, num_layers=micro.TARGET_LAYERS
+)
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return micro.write_random(tmp_path_factory.mktemp("pair"))[1]
+
+
+def args(path: Path | str | None, **changes):
+    values = {
+        "speculative_algorithm": "DSPARK",
+        "speculative_draft_model_path": None if path is None else str(path),
+        "speculative_num_draft_tokens": None,
+        "speculative_dspark_block_size": None,
+        "speculative_num_steps": None,
+        "speculative_eagle_topk": None,
+        "pp_size": 1,
+        "enable_dp_attention": False,
+        "disaggregation_mode": "null",
+        **changes,
+    }
+    return SimpleNamespace(**values)
+
+
+def error(path: Path | str | None, target: TargetModel = TARGET, **changes) -> str:
+    with pytest.raises(ConfigError) as caught:
+        resolve(args(path, **changes), target, environ={})
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def edited(draft: Path, folder: Path, **changes) -> Path:
+    """A copy of the draft with some fields of config.json changed (None removes one)."""
+    folder.mkdir(parents=True)
+    fields = {**json.loads((draft / "config.json").read_text()), **changes}
+    fields = {name: value for name, value in fields.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(fields))
+    (folder / "model.safetensors").write_bytes((draft / "model.safetensors").read_bytes())
+    return folder
+
+
+def with_weights(draft: Path, folder: Path, change) -> Path:
+    """A copy of the draft whose weights went through `change`."""
+    copy = edited(draft, folder)
+    weights = load_file(draft / "model.safetensors")
+    change(weights)
+    save_file(weights, copy / "model.safetensors")
+    return copy
+
+
+def test_a_good_draft_resolves(draft):
+    resolved = resolve(args(draft), TARGET, environ={})
+    assert (resolved.gamma, resolved.width, str(resolved.mode)) == (7, 8, "static")
+    assert resolved.draft.target_layer_ids == (0, 2)
+    assert "proposes 7, verifies 8" in resolved.describe()
+
+
+def test_no_draft_path():
+    assert "--speculative-draft-model-path is missing" in error(None)
+
+
+@pytest.mark.parametrize("path", ["/no/such/folder", "./nowhere", "nowhere"])
+def test_a_path_that_does_not_exist(path):
+    message = error(path)
+    assert "--speculative-draft-model-path" in message and repr(path) in message
+
+
+def test_a_hub_name_that_cannot_be_fetched(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    message = error("nobody/no-such-draft")
+    assert "'nobody/no-such-draft'" in message and "neither an existing folder" in message
+
+
+def test_a_folder_without_config(tmp_path):
+    assert "holds no config.json" in error(tmp_path)
+
+
+def test_a_config_that_is_no_json(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    assert "is not readable JSON" in error(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "target", "allowed"),
+    [
+        ("hidden_size", replace(TARGET, hidden_size=128), "128"),
+        ("vocab_size", replace(TARGET, vocab_size=1000), "1000"),
+        ("num_target_layers", replace(TARGET, num_layers=6), "6"),
+    ],
+)
+def test_a_draft_of_another_target(draft, field, target, allowed):
+    message = error(draft, target)
+    assert field in message and allowed in message and "another target" in message
+
+
+@pytest.mark.parametrize("ids", [[0, 3], [2, 0], [1, 1], [-1, 1]])
+def test_layers_that_cannot_be_captured(draft, tmp_path, ids):
+    message = error(edited(draft, tmp_path / "draft", target_layer_ids=ids))
+    assert str(ids) in message and "0 to 2" in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"block_size": 0}, ["block_size is 0", "at least 1"]),
+        ({"block_size": "seven"}, ["block_size is 'seven'", "int"]),
+        ({"block_size": None}, ["block_size is missing"]),
+        ({"mask_token_id": micro.VOCAB}, [f"mask_token_id is {micro.VOCAB}", "0 to 47"]),
+        ({"markov_rank": 0}, ["markov_rank is 0", "sequential head"]),
+        ({"markov_head_type": "lstm"}, ["'lstm'", "vanilla, gated, rnn"]),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, ["LlamaForCausalLMEagle3", "Qwen3DSpark"]),
+        ({"target_layer_ids": []}, ["target_layer_ids is []"]),
+        ({"sample_from_anchor": False}, ["sample_from_anchor is false"]),
+        ({"layer_types": ["sliding_attention"]}, ["sliding_attention", "full_attention"]),
+    ],
+    ids=str,
+)
+def test_a_bad_field(draft, tmp_path, changes, words):
+    message = error(edited(draft, tmp_path / "draft", **changes))
+    assert "config.json" in message
+    assert all(word in message for word in words), message
+
+
+def test_fields_may_be_nested(draft, tmp_path):
+    nested = edited(draft, tmp_path / "draft", block_size=None, dspark_config={"block_size": 5})
+    assert resolve(args(nested), TARGET, environ={}).gamma == 5
+
+
+def test_a_missing_weight(draft, tmp_path):
+    path = with_weights(draft, tmp_path / "draft", lambda w: w.pop("fc.weight"))
+    message = error(path)
+    assert "fc.weight" in message and "missing" in message
+
+
+def test_a_weight_of_the_wrong_shape(draft, tmp_path):
+    def cut(weights):
+        weights["norm.weight"] = weights["norm.weight"][:-1].clone()
+
+    message = error(with_weights(draft, tmp_path / "draft", cut))
+    assert "norm.weight" in message and "(63,)" in message and "(64,)" in message
+
+
+def test_a_head_that_the_config_does_not_name(draft, tmp_path):
+    path = edited(draft, tmp_path / "draft", enable_confidence_head=False)
+    message = error(path)
+    assert "confidence_head.proj" in message and "no confidence head" in message
+
+
+def test_no_weights_at_all(draft, tmp_path):
+    path = edited(draft, tmp_path / "draft")
+    (path / "model.safetensors").unlink()
+    assert "holds no *.safetensors" in error(path)
+
+
+def test_a_truncated_weight_file(draft, tmp_path):
+    path = edited(draft, tmp_path / "draft")
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:100])
+    assert "not a readable safetensors file" in error(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "gamma"),
+    [
+        ({"speculative_num_draft_tokens": 8}, 7),
+        ({"speculative_num_draft_tokens": 2}, 1),
+        ({"speculative_dspark_block_size": 5}, 5),
+        ({"speculative_dspark_block_size": 5, "speculative_num_draft_tokens": 6}, 5),
+    ],
+    ids=str,
+)
+def test_gamma_of_the_flags(draft, changes, gamma):
+    assert resolve(args(draft, **changes), TARGET, environ={}).gamma == gamma
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"speculative_num_draft_tokens": 9},
+            ["--speculative-num-draft-tokens is 9", "blocks of 7", "2 to 8"],
+        ),
+        ({"speculative_num_draft_tokens": 1}, ["--speculative-num-draft-tokens is 1", "2 to 8"]),
+        ({"speculative_dspark_block_size": 8}, ["--speculative-dspark-block-size is 8", "1 to 7"]),
+        (
+            {"speculative_dspark_block_size": 5, "speculative_num_draft_tokens": 5},
+            ["--speculative-num-draft-tokens is 5", "must be 6"],
+        ),
+        ({"speculative_num_steps": 3}, ["--speculative-num-steps is 3"]),
+        ({"speculative_eagle_topk": 4}, ["--speculative-eagle-topk is 4"]),
+        ({"pp_size": 2}, ["--pp-size is 2", "does not serve yet"]),
+        ({"enable_dp_attention": True}, ["--enable-dp-attention"]),
+        ({"disaggregation_mode": "decode"}, ["--disaggregation-mode is 'decode'"]),
+        ({"enable_lora": True}, ["--enable-lora"]),
+        ({"enable_mixed_chunk": True}, ["--enable-mixed-chunk"]),
+    ],
+    ids=str,
+)
+def test_a_flag_that_cannot_be_served(draft, changes, words):
+    message = error(draft, **changes)
+    assert all(word in message for word in words), message
+
+
+def test_a_mode_that_is_not_served(draft):
+    with pytest.raises(ConfigError, match=r"SGLANG_RAGGED_VERIFY_MODE is 'compcat'.*static"):
+        resolve(args(draft), TARGET, environ={config.VERIFY_MODE_ENV: "compcat"})
+
+
+def test_another_sglang_version_stops_the_process():
+    plugin.check_sglang_version("0.5.23")
+    plugin.check_sglang_version("0.5.23+cpu")
+    with pytest.raises(SystemExit, match=r"sglang 0\.5\.24 is installed.*sglang==0\.5\.23"):
+        plugin.check_sglang_version("0.5.24")
