@@ -18,6 +18,8 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import KVPoolKind, PlatformCapabilities, SRTPlatform
 
+from sglang_dspark.host import threads
+
 logger = logging.getLogger(__name__)
 
 ENTRY_POINT = "sglang_dspark_host"  # the name that SGLANG_PLATFORM selects
@@ -103,6 +105,7 @@ class HostPlatform(CpuDeviceMixin, SRTPlatform):
         # and creates the platform before that.
         _add_choice(choices.ATTENTION_BACKEND_CHOICES, BACKEND)
         _add_choice(choices.DRAFT_ATTENTION_BACKEND_CHOICES, BACKEND)
+        threads.prepare_children()
 
     def is_pin_memory_available(self, device: Any = None) -> bool:
         return False
@@ -121,6 +124,8 @@ class HostPlatform(CpuDeviceMixin, SRTPlatform):
             server_args.max_total_tokens = MAX_TOTAL_TOKENS
         if server_args.max_running_requests is None:
             server_args.max_running_requests = MAX_RUNNING_REQUESTS
+        # An idle scheduler polls at full speed otherwise, on a core that others need.
+        server_args.sleep_on_idle = True
 
     def get_default_attention_backend(self) -> str:
         return BACKEND
@@ -154,8 +159,6 @@ class HostPlatform(CpuDeviceMixin, SRTPlatform):
 
     def init_backend(self) -> None:
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
-
-        from sglang_dspark.host import threads
 
         register_attention_backend(BACKEND)(_create_attention)
         threads.apply()

@@ -1,4 +1,9 @@
-"""How many OpenMP threads a server process should use."""
+"""How many OpenMP threads a server process should use, and how they wait.
+
+A server has three busy processes (tokenizer, scheduler, detokenizer), so on a small machine
+an OpenMP thread often waits for one that the kernel has put aside. If it spins meanwhile,
+which is the default, it takes the core that the other one needs.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,8 @@ from pathlib import Path
 import torch
 
 logger = logging.getLogger(__name__)
+
+WAIT_SETTINGS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 
 def cgroup_cpus(root: Path = Path("/sys/fs/cgroup")) -> float | None:
@@ -36,6 +43,16 @@ def usable_cores() -> int:
     cores = max(1, allowed * physical // logical)
     quota = cgroup_cpus()
     return cores if quota is None else max(1, min(cores, int(quota)))
+
+
+def prepare_children() -> None:
+    """Makes OpenMP threads of processes started from now on sleep while they wait.
+
+    OpenMP reads its environment once, when it is loaded, which is before any plugin runs:
+    the launcher sets it for the scheduler. What the user has set stays.
+    """
+    if not any(name in os.environ for name in WAIT_SETTINGS):
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 
 def apply() -> None:
