@@ -57,6 +57,14 @@ def worker_class(algorithm: str) -> type[SpecWorker] | None:
 
 def spec_config(server_args: Any, model_config: Any) -> config.SpecConfig:
     """The resolved `SpecConfig` from SGLang's server arguments and the target's ModelConfig."""
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    if mambaish_config(model_config) is not None:
+        raise ConfigError(
+            f"--model-path: {model_config.hf_config.architectures[0]} keeps a recurrent state, "
+            "which speculation of sglang-dspark cannot roll back yet; served today: targets with "
+            "attention layers only"
+        )
     text = model_config.hf_text_config
     target = config.TargetModel(
         hidden_size=int(model_config.hidden_size),
@@ -150,4 +158,5 @@ def _req_to_token_headroom(extra: int, *args: Any, **kwargs: Any) -> int:
     spec = get_spec()
     if spec.speculative_algorithm not in list(config.Algorithm):
         return extra
-    return max(extra, 2 * spec.speculative_num_draft_tokens + get_schedule().page_size)
+    reserve: int = 2 * spec.speculative_num_draft_tokens + get_schedule().page_size
+    return max(extra, reserve)

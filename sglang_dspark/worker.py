@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.runtime_context import get_exec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.draft_worker_common import make_draft_input_v2
@@ -249,8 +251,11 @@ class SpecWorker(BaseSpecWorker):
             self._draft_worker.init_attention_backends()
 
     def init_cuda_graphs(self) -> None:
+        decode = get_exec().graph.cuda_graph_config.decode
         with self._draft_context():
-            self._draft_worker.init_cuda_graphs()
+            self._draft_worker.init_cuda_graphs(
+                capture_decode_cuda_graph=decode.backend != Backend.DISABLED
+            )
 
     def on_verify_complete_cpu(
         self, num_correct_drafts_per_req: list[int], batch_size: int = 0

@@ -62,6 +62,8 @@ def write_oracle(
     weights = _draft_weights(generator, head, len(feature_layers), scale=0.0)
     look_back = distance if draft_distance is None else draft_distance
     attention = _look_back(look_back)
+    # Further features disturb a little, so that their order and layers matter.
+    weights["fc.weight"].normal_(0.0, 0.03, generator=generator)
     weights["fc.weight"][:, :HIDDEN] = torch.eye(HIDDEN)
     weights["layers.0.self_attn.q_proj.weight"].copy_(attention["q_proj"])
     weights["layers.0.self_attn.k_proj.weight"].copy_(attention["k_proj"])

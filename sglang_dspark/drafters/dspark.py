@@ -31,6 +31,7 @@ from sglang.srt.speculative.draft_worker_common import (
 )
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_utils import draft_pp_context, draft_tp_context
+from sglang.srt.utils.common import async_h2d
 
 from sglang_dspark.drafters.base import DraftBlock, RoundState
 from sglang_dspark.drafters.checkpoints import DraftCheckpoint
@@ -101,12 +102,12 @@ class DSparkDrafter:
 
     def prefill(self, batch: ScheduleBatch, aux_hidden: torch.Tensor, kv_plan: KVLocPlan) -> None:
         """aux_hidden: [tokens, F * H]; the tokens of request i start at prefix_lens[i]."""
-        positions = torch.cat(
-            [
-                torch.arange(start, start + length)
-                for start, length in zip(batch.prefix_lens, batch.extend_lens, strict=True)
-            ]
-        ).to(self.device, non_blocking=True)
+        num_tokens = sum(batch.extend_lens)
+        starts = async_h2d(batch.prefix_lens, dtype=torch.int64, device=self.device)
+        lens = async_h2d(batch.extend_lens, dtype=torch.int64, device=self.device)
+        before = lens.cumsum(0) - lens  # tokens of earlier requests in the batch
+        offsets = (starts - before).repeat_interleave(lens, output_size=num_tokens)
+        positions = torch.arange(num_tokens, device=self.device) + offsets
         slots = kv_plan.write_ids(self.runner.kv_index_translator)
         self._write_context_kv(aux_hidden, positions, slots)
 
@@ -156,7 +157,7 @@ class DSparkDrafter:
             global_num_token_non_padded_cpu=num_requests * gamma,
         )
         state.kv_plan.bind(batch, self.runner.kv_index_translator, cols=slice(0, gamma))
-        hidden = self.runner.forward(batch).logits_output.hidden_states
+        hidden: torch.Tensor = self.runner.forward(batch).logits_output.hidden_states
         assert hidden.shape[0] == num_requests * gamma, (hidden.shape, num_requests, gamma)
         return hidden
 

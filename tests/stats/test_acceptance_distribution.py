@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from distributions import FALSE_ALARM, g_test, joint, mutant
 
+from distributions import FALSE_ALARM, g_test, joint, mutant
 from sglang_dspark.verify import accept
 from sglang_dspark.verify.sampling import SamplingParams, distribution, draw
 

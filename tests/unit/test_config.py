@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import micro
 import pytest
 from safetensors.torch import load_file, save_file
 
+import micro
 from sglang_dspark import config, plugin
 from sglang_dspark.config import TargetModel, resolve
 from sglang_dspark.errors import ConfigError

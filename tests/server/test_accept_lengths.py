@@ -1,0 +1,71 @@
+"""Accept lengths are exactly what theory says, round by round."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import micro
+import reference
+from servers import MICRO, generate, serve, speculative
+from sglang_dspark.serving import Server
+
+pytestmark = pytest.mark.server
+
+# Tokens stay below the mask token (47) in these tests, or a mask would be right by chance.
+PROMPT = [2, 6, 10, 14, 18, 22, 26, 30, 3, 8]
+
+
+def rounds(server: Server, prompt: list[int], length: int) -> tuple[list[int], list[int]]:
+    """Output of one request alone, and the accept length of each of its rounds."""
+    server.post("/set_internal_state", {"server_args": {"dspark_clear_info_records": True}})
+    tokens = generate(server, prompt, length)["output_ids"]
+    record = server.get("/server_info")["internal_states"][0]["dspark_info_record"]
+    return tokens, [batch[0] for batch in record["accept_lens"]]
+
+
+@pytest.mark.parametrize(
+    ("oracle", "accept_length"),
+    [
+        ({"distance": 7}, micro.GAMMA + 1),  # always agrees
+        ({"distance": 7, "draft_distance": 6}, 1),  # never does
+        ({"distance": 3}, 5),  # sees the anchor, but no token behind it
+    ],
+    ids=["always", "never", "halfway"],
+)
+def test_an_oracle_is_accepted_as_it_must_be(oracle, accept_length, tmp_path):
+    target, draft = micro.write_oracle(tmp_path, **oracle)
+    with serve(target, [*MICRO, *speculative(draft)], tmp_path / "log") as server:
+        length = 10 * accept_length + 1
+        tokens, accept_lens = rounds(server, PROMPT, length)
+        assert tokens == micro.continuation(PROMPT, length, oracle["distance"])
+        assert accept_lens == [accept_length] * len(accept_lens)
+        assert len(accept_lens) >= 10
+        warned = "the draft does not help" in server.log.read_text()
+        if accept_length == 1:
+            generate(server, PROMPT, 400)
+            text = server.log.read_text()
+            assert text.count("the draft does not help: mean accept length 1.0") == 1
+            assert "target layers [0] of 4, head vanilla rank 8" in text
+        else:
+            assert not warned
+
+
+# Noise at which each head is wrong now and then, so that accept lengths vary.
+@pytest.mark.parametrize(("head", "noise"), [("vanilla", 1.0), ("gated", 1.5), ("rnn", 1.0)])
+def test_every_round_equals_the_plain_pytorch_loop(head, noise, tmp_path):
+    target, draft = micro.write_oracle(
+        tmp_path, head=head, target_noise=0.05, head_noise=noise, feature_layers=(0, 1, 2)
+    )
+    model = reference.load_target(target)
+    generator = torch.Generator().manual_seed(1)
+    with serve(target, [*MICRO, *speculative(draft)], tmp_path / "log") as server:
+        for prompt_length, length in ((1, 20), (10, 60), (50, 100)):
+            prompt = torch.randint(micro.VOCAB - 1, (prompt_length,), generator=generator).tolist()
+            expected = reference.speculate(model, draft, prompt, length)
+            tokens, accept_lens = rounds(server, prompt, length)
+            assert len(set(expected.accept_lens)) > 1, "a constant would prove little"
+            assert tokens == expected.tokens
+            assert accept_lens[: len(expected.accept_lens)] == expected.accept_lens
+            # Under overlap one more round may run before the end is noticed.
+            assert len(accept_lens) <= len(expected.accept_lens) + 1

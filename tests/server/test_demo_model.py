@@ -1,0 +1,127 @@
+"""The demo model with its shipped draft: SmolLM2-135M-Instruct in float32, a real language model.
+
+Everything that needs a tokenizer is here: chat completions, stop strings, grammars.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import reference
+import sglang_dspark
+from servers import COMMON, assert_no_leak, generate, generate_all, serve, speculative
+from sglang_dspark.demo.model import prepare_demo_model
+from transformers import AutoTokenizer
+
+pytestmark = pytest.mark.server
+
+DRAFT = Path(sglang_dspark.__file__).parent / "drafts" / "smollm2-135m-dspark"
+QUESTIONS = [
+    "What is the capital of France?",
+    "Write a Python function that adds two numbers.",
+    "Tell me a story about a brave little boat.",
+    "Copy this exactly: 7f3a-91bc-44d2-a0e8, 550e8400-e29b-41d4-a716-446655440000",
+    "What is 17 times 23? Think step by step.",
+    "List five fruits.",
+    "Explain photosynthesis to a child.",
+    "Translate to French: good morning, my friend.",
+]
+# Output lengths; the sum is what the test costs.
+LENGTHS = [1, 2, 3, 5, 8, 13, 21, 34, 10, 20, 30, 40, 50, 60, 70, 600]
+
+
+@pytest.fixture(scope="module")
+def target() -> Path:
+    return prepare_demo_model("float32", progress=False)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(target):
+    return AutoTokenizer.from_pretrained(target)
+
+
+@pytest.fixture(scope="module")
+def requests(tokenizer) -> list[tuple[list[int], int]]:
+    chats = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": QUESTIONS[i % len(QUESTIONS)]}],
+            add_generation_prompt=True,
+            return_dict=False,
+        )
+        for i in range(len(LENGTHS))
+    ]
+    return list(zip(chats, LENGTHS, strict=True))
+
+
+def ask(server, **changes) -> dict:
+    payload = {
+        "model": "default",
+        "messages": [{"role": "user", "content": QUESTIONS[5]}],
+        "max_tokens": 48,
+        "temperature": 0.0,
+        **changes,
+    }
+    return server.post("/v1/chat/completions", payload)["choices"][0]
+
+
+CHATS = {
+    "chat": {},
+    "stop string": {"stop": ["2.", "\n\n\n"]},
+    "regex": {"regex": r"(apple|pear|plum)(, (apple|pear|plum)){4}", "max_tokens": 30},
+    "json": {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {
+                "name": "fruit",
+                "schema": {
+                    "type": "object",
+                    "properties": {"name": {"enum": ["apple", "pear"]}, "ripe": {"type": "boolean"}},
+                    "required": ["name", "ripe"],
+                    "additionalProperties": False,
+                },
+            },
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def expected(target, requests, tmp_path_factory):
+    log = tmp_path_factory.mktemp("log") / "baseline.log"
+    with serve(target, COMMON, log) as server:
+        return {
+            "tokens": generate_all(server, requests, 8),
+            "chats": {name: ask(server, **changes) for name, changes in CHATS.items()},
+        }
+
+
+@pytest.fixture(scope="module")
+def server(target, tmp_path_factory):
+    log = tmp_path_factory.mktemp("log") / "server.log"
+    with serve(target, [*COMMON, *speculative(DRAFT)], log) as server:
+        yield server
+
+
+def test_baseline_is_transformers_own_greedy(target, requests, expected):
+    model = reference.load_target(target)
+    for i in (4, 5, 6, 9):
+        assert expected["tokens"][i] == reference.greedy(model, *requests[i])
+
+
+def test_sixteen_requests_equal_no_speculation(server, requests, expected):
+    assert generate_all(server, requests, 8) == expected["tokens"]
+    assert_no_leak(server)
+
+
+def test_the_shipped_draft_helps(server, requests):
+    prompt, _ = requests[0]
+    meta = generate(server, prompt, 100)["meta_info"]
+    assert meta["spec_accept_length"] > 1.3
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_chat_completions(server, expected, name):
+    answer = ask(server, **CHATS[name])
+    assert answer["message"]["content"] == expected["chats"][name]["message"]["content"]
+    assert answer["finish_reason"] == expected["chats"][name]["finish_reason"]

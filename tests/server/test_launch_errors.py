@@ -1,0 +1,55 @@
+"""Bad input stops a real launch with one clear line on stderr, before anything is loaded.
+
+What each message says is tested in unit/test_config.py; here: that a launch ends with it.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from servers import MICRO, speculative
+
+pytestmark = pytest.mark.server
+
+
+def launch(target, *args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "sglang.launch_server", "--model-path", str(target), *MICRO, *args],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--speculative-algorithm", "DSPARK"], ["--speculative-draft-model-path is missing"]),
+        (
+            speculative("/no/such/draft"),  # type: ignore[arg-type]
+            ["--speculative-draft-model-path is '/no/such/draft'", "no such folder"],
+        ),
+        (None, ["--speculative-num-draft-tokens is 9", "2 to 8"]),
+    ],
+    ids=["no draft path", "no such folder", "too many draft tokens"],
+)
+def test_the_launch_ends_with_one_line(noisy_pair, args, words):
+    target, draft = noisy_pair
+    if args is None:
+        args = speculative(draft, "--speculative-num-draft-tokens", "9")
+    ended = launch(target, *args)
+    assert ended.returncode != 0
+    last = ended.stderr.strip().splitlines()[-1]
+    assert last.startswith("sglang-dspark: error: "), ended.stderr[-2000:]
+    assert all(word in last for word in words)
+    assert "Traceback" not in ended.stderr
+
+
+def test_an_algorithm_that_we_do_not_serve_here(noisy_pair):
+    ended = launch(noisy_pair[0], "--speculative-algorithm", "DFLASH")
+    assert ended.returncode != 0
+    assert "DFLASH speculative decoding is not supported by HostPlatform" in ended.stderr

@@ -1,0 +1,89 @@
+"""Real SGLang servers for tests. A start takes about 20 s, so every server is shared by many."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sglang_dspark.serving import Server
+
+COMMON = ["--dtype", "float32", "--device", "cpu", "--skip-server-warmup", "--enable-metrics"]
+MICRO = [*COMMON, "--skip-tokenizer-init", "--context-length", "1024", "--random-seed", "7"]
+
+
+def speculative(draft: Path, *more: str) -> list[str]:
+    return [
+        *("--speculative-algorithm", "DSPARK"),
+        *("--speculative-draft-model-path", str(draft)),
+        *more,
+    ]
+
+
+@contextmanager
+def serve(target: Path, args: Sequence[str], log: Path, **environ: str) -> Iterator[Server]:
+    with Server(["--model-path", str(target), *args], log=log, environ=environ) as server:
+        yield server
+
+
+def generate(
+    server: Server, prompt: list[int], length: int, *, delay_s: float = 0.0, **params: Any
+) -> dict[str, Any]:
+    """One request through /generate; greedy and of exactly `length` tokens unless told else."""
+    time.sleep(delay_s)
+    sampling = {"max_new_tokens": length, "temperature": 0.0, "ignore_eos": True, **params}
+    answer: dict[str, Any] = server.post(
+        "/generate", {"input_ids": prompt, "sampling_params": sampling}
+    )
+    return answer
+
+
+def generate_all(
+    server: Server, requests: Sequence[tuple[list[int], int]], concurrency: int, **params: Any
+) -> list[list[int]]:
+    """Output ids of all requests, at most `concurrency` at a time, arriving at odd moments."""
+    with ThreadPoolExecutor(concurrency) as pool:
+        futures = [
+            pool.submit(generate, server, prompt, length, delay_s=0.013 * (i % 5), **params)
+            for i, (prompt, length) in enumerate(requests)
+        ]
+        return [future.result()["output_ids"] for future in futures]
+
+
+def metric(server: Server, name: str) -> float:
+    """The sum of a Prometheus metric over its labels."""
+    with urllib.request.urlopen(server.url + "/metrics") as response:
+        text = response.read().decode()
+    values = re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", text, flags=re.MULTILINE)
+    assert values, f"no metric {name}"
+    return sum(float(value) for value in values)
+
+
+def assert_no_leak(server: Server) -> None:
+    """Once idle, every KV slot is free or held by the radix cache alone, and the server lives.
+
+    SGLang also counts its slots itself whenever it is idle, and dies if one is missing.
+    """
+    deadline = time.monotonic() + 20
+    while True:
+        counts = [
+            metric(server, f"sglang:{name}")
+            for name in ("kv_available_tokens", "kv_evictable_tokens", "max_total_num_tokens")
+        ]
+        if counts[0] + counts[1] == counts[2] or time.monotonic() > deadline:
+            break
+        time.sleep(0.2)
+    assert counts[0] + counts[1] == counts[2], f"free, cached, total slots: {counts}"
+    assert server.running(), server.tail()
+
+
+def in_thread(function, *args: Any, **kwargs: Any) -> threading.Thread:
+    thread = threading.Thread(target=function, args=args, kwargs=kwargs, daemon=True)
+    thread.start()
+    return thread
