@@ -78,32 +78,36 @@ class SpecConfig:
         )
 
 
-# (field of SGLang's server arguments, value with which we serve, flag, remedy)
-_UNSUPPORTED: tuple[tuple[str, Any, str, str], ...] = (
-    ("pp_size", 1, "--pp-size", "serve with --pp-size 1"),
-    ("enable_dp_attention", False, "--enable-dp-attention", "drop the flag"),
-    ("disaggregation_mode", "null", "--disaggregation-mode", "drop the flag"),
-    ("enable_lora", (None, False), "--enable-lora", "serve adapters without speculation"),
-    (
-        "enable_mixed_chunk",
-        False,
-        "--enable-mixed-chunk",
-        "drop the flag; chunked prefill works without it",
-    ),
-    ("speculative_adaptive", False, "--speculative-adaptive", "drop the flag"),
-    (
-        "speculative_use_block_verification",
-        False,
-        "--speculative-use-block-verification",
-        "drop the flag",
-    ),
+_DROP = "drop the flag"
+_NOT_IN_STATIC = "it has no effect in verify mode static: drop the flag"
+# (field of SGLang's server arguments, values with which we serve, remedy). A flag that would be
+# ignored, or that the worker was never run with, is refused rather than served wrongly.
+_UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("pp_size", (1,), "serve with --pp-size 1"),
+    ("attn_cp_size", (1,), _DROP),
+    ("dcp_size", (1,), _DROP),
+    ("enable_dp_attention", (False,), _DROP),
+    ("disaggregation_mode", ("null",), _DROP),
+    ("enable_lora", (False,), "serve adapters without speculation"),
+    ("enable_hierarchical_cache", (False,), _DROP),
+    ("enable_mixed_chunk", (False,), "drop the flag; chunked prefill works without it"),
+    ("enable_two_batch_overlap", (False,), _DROP),
+    ("enable_pdmux", (False,), _DROP),
+    ("enable_return_hidden_states", (False,), _DROP),
+    ("enable_watermark", (False,), _DROP),
     (
         "enable_deterministic_inference",
-        False,
-        "--enable-deterministic-inference",
+        (False,),
         "drop the flag; greedy requests are deterministic without it",
     ),
-    ("enable_watermark", False, "--enable-watermark", "drop the flag"),
+    ("speculative_adaptive", (False,), _DROP),
+    ("speculative_use_block_verification", (False,), _DROP),
+    ("speculative_token_map", (), _DROP),
+    ("speculative_draft_window_size", (), _DROP),
+    ("speculative_draft_sink_size", (), _DROP),
+    ("speculative_dspark_sps_table_path", (), _NOT_IN_STATIC),
+    ("speculative_dspark_confidence_sts_path", (), _NOT_IN_STATIC),
+    ("speculative_dspark_align_verify_tokens_to_graph_tier", (False,), _NOT_IN_STATIC),
 )
 
 
@@ -115,10 +119,10 @@ def resolve(args: Any, target: TargetModel, environ: Mapping[str, str] = os.envi
     """
     algorithm = Algorithm(str(args.speculative_algorithm).upper())
     mode = _verify_mode(environ)
-    for field, allowed, flag, remedy in _UNSUPPORTED:
+    for field, served, remedy in _UNSUPPORTED:
         value = getattr(args, field, None)
-        good = allowed if isinstance(allowed, tuple) else (allowed,)
-        if value not in good and value is not None:
+        if value is not None and value not in served:
+            flag = "--" + field.replace("_", "-")
             raise ConfigError(
                 f"{flag} is {value!r}, which {algorithm} of sglang-dspark does not serve yet: "
                 f"{remedy}"

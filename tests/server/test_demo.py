@@ -18,6 +18,8 @@ import pytest
 pytestmark = pytest.mark.server
 
 TIMEOUT_S = 400  # of a run that takes about a minute on a quiet machine
+# Another draft than the shipped one, to be tried with the same tests.
+DRAFT = ["--draft", os.environ["DEMO_DRAFT"]] if "DEMO_DRAFT" in os.environ else []
 
 
 class Demo:
@@ -61,7 +63,7 @@ class Demo:
 
 @contextmanager
 def started(tmp_path: Path, *args: str) -> Iterator[Demo]:
-    demo = Demo(tmp_path / "output.txt", "--repetitions", "1", *args)
+    demo = Demo(tmp_path / "output.txt", "--repetitions", "1", *DRAFT, *args)
     try:
         yield demo
     finally:

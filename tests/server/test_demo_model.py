@@ -8,11 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
+
 import reference
 import sglang_dspark
 from servers import COMMON, assert_no_leak, generate, generate_all, serve, speculative
 from sglang_dspark.demo.model import prepare_demo_model
-from transformers import AutoTokenizer
 
 pytestmark = pytest.mark.server
 
@@ -76,7 +77,10 @@ CHATS = {
                 "name": "fruit",
                 "schema": {
                     "type": "object",
-                    "properties": {"name": {"enum": ["apple", "pear"]}, "ripe": {"type": "boolean"}},
+                    "properties": {
+                        "name": {"enum": ["apple", "pear"]},
+                        "ripe": {"type": "boolean"},
+                    },
                     "required": ["name", "ripe"],
                     "additionalProperties": False,
                 },

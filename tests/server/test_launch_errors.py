@@ -53,3 +53,19 @@ def test_an_algorithm_that_we_do_not_serve_here(noisy_pair):
     ended = launch(noisy_pair[0], "--speculative-algorithm", "DFLASH")
     assert ended.returncode != 0
     assert "DFLASH speculative decoding is not supported by HostPlatform" in ended.stderr
+
+
+def test_another_sglang_version_stops_the_launch():
+    """SGLang swallows exceptions of plugins; ours must not go unnoticed."""
+    code = (
+        "import importlib.metadata as m; real = m.version;"
+        "m.version = lambda name: '0.5.24' if name == 'sglang' else real(name);"
+        "from sglang.srt.plugins import load_plugins; load_plugins(); print('went on')"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode != 0 and "went on" not in ended.stdout
+    last = ended.stderr.strip().splitlines()[-1]
+    assert last.startswith("sglang-dspark: error: sglang 0.5.24 is installed"), last
+    assert "sglang==0.5.23" in last

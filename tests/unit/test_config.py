@@ -213,6 +213,11 @@ def test_gamma_of_the_flags(draft, changes, gamma):
         ({"disaggregation_mode": "decode"}, ["--disaggregation-mode is 'decode'"]),
         ({"enable_lora": True}, ["--enable-lora"]),
         ({"enable_mixed_chunk": True}, ["--enable-mixed-chunk"]),
+        ({"speculative_draft_window_size": 128}, ["--speculative-draft-window-size is 128"]),
+        (
+            {"speculative_dspark_sps_table_path": "t.json"},
+            ["--speculative-dspark-sps-table-path is 't.json'", "no effect in verify mode static"],
+        ),
     ],
     ids=str,
 )

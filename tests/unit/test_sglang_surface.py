@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import sglang_dspark
-from sglang_dspark import plugin
+from sglang_dspark import config, plugin
+from sglang_dspark.errors import ConfigError
 
 PACKAGE = Path(sglang_dspark.__file__).parent
 
@@ -49,6 +50,16 @@ def test_the_hook_registry_tells_which_hooks_took():
     assert {"AROUND", "AFTER", "BEFORE", "REPLACE"} <= {kind.name for kind in HookType}
 
 
+def test_a_hook_that_did_not_take_is_an_error(monkeypatch):
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    monkeypatch.setattr(HookRegistry, "_patched", {hook.target for hook in plugin.hooks()})
+    plugin.assert_hooks_applied()
+    monkeypatch.setattr(HookRegistry, "_patched", set())
+    with pytest.raises(ConfigError, match="did not apply the hook on sglang"):
+        plugin.assert_hooks_applied()
+
+
 # Fields that we read or fill, by the class that has them.
 FIELDS = {
     "sglang.srt.managers.utils.GenerationBatchResult": (
@@ -76,10 +87,9 @@ FIELDS = {
     "sglang.srt.server_args.ServerArgs": (
         "speculative_algorithm speculative_draft_model_path speculative_num_draft_tokens "
         "speculative_dspark_block_size speculative_num_steps speculative_eagle_topk "
-        "max_running_requests device pp_size enable_dp_attention disaggregation_mode enable_lora "
-        "enable_mixed_chunk speculative_adaptive speculative_use_block_verification "
-        "enable_deterministic_inference enable_watermark"
-    ),
+        "max_running_requests device "
+    )
+    + " ".join(field for field, _, _ in config._UNSUPPORTED),
     "sglang.srt.sampling.sampling_params.SamplingParams": (
         "frequency_penalty presence_penalty repetition_penalty min_new_tokens stop_token_ids"
     ),
