@@ -17,7 +17,7 @@ import pytest
 
 pytestmark = pytest.mark.server
 
-TIMEOUT_S = 400  # of a run that takes about a minute on a quiet machine
+TIMEOUT_S = 800  # of a run that takes about a minute on a quiet machine
 # Another draft than the shipped one, to be tried with the same tests.
 DRAFT = ["--draft", os.environ["DEMO_DRAFT"]] if "DEMO_DRAFT" in os.environ else []
 

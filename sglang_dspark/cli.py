@@ -1,0 +1,137 @@
+"""The console script `sglang-dspark`: one sub-command a function, imported when it is called.
+
+Nothing heavy is imported at the top, so that `--help` and a mistyped flag answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sglang_dspark import __version__
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+# Long enough for a stable rate, and SmolLM2 answers it sensibly.
+DEFAULT_PROMPT = "Explain in one short paragraph why the sky is blue."
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    command: Callable[[argparse.Namespace], int] = args.command
+    try:
+        return command(args)
+    except KeyboardInterrupt:  # before the command took care of signals itself
+        print("sglang-dspark: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sglang-dspark",
+        description="DSPARK speculative decoding for SGLang: try it and look at it.",
+    )
+    parser.add_argument("--version", action="version", version=f"sglang-dspark {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for add in (_add_demo,):
+        add(commands)
+    return parser
+
+
+# --- demo ----------------------------------------------------------------------------------------
+
+
+def _add_demo(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "demo",
+        help="one prompt on a real SGLang server, with speculation and without",
+        description="Serve SmolLM2-135M-Instruct with SGLang, with DSPARK speculation and then "
+        "without; answer one prompt on both, and compare their speed and their tokens.",
+    )
+    parser.add_argument("--prompt", default=DEFAULT_PROMPT, help="default: %(default)r")
+    parser.add_argument(
+        "--max-new-tokens",
+        type=_at_least(2),
+        default=128,
+        metavar="N",
+        help="longest answer in tokens (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--temperature",
+        type=_temperature,
+        default=0.0,
+        metavar="T",
+        help="0, the default, is greedy: only then the tokens of both servers can be compared",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of weights and arithmetic (default: %(default)s; in bfloat16 two tokens may tie, "
+        "and a tie may fall differently when several tokens are computed at once)",
+    )
+    parser.add_argument(
+        "--draft", type=Path, metavar="PATH", help="draft checkpoint (default: the shipped one)"
+    )
+    parser.add_argument(
+        "--repetitions",
+        type=_at_least(1),
+        default=3,
+        metavar="N",
+        help="timed runs on each server, of which the median counts (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the result to this file"
+    )
+    parser.set_defaults(command=_demo)
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from sglang_dspark.demo.run import DemoOptions, run_command
+
+    return run_command(
+        DemoOptions(
+            prompt=args.prompt,
+            max_new_tokens=args.max_new_tokens,
+            temperature=args.temperature,
+            dtype=args.dtype,
+            draft=args.draft,
+            repetitions=args.repetitions,
+            json_file=args.json,
+        )
+    )
+
+
+# --- argument types ------------------------------------------------------------------------------
+
+
+def _at_least(minimum: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = minimum - 1
+        if value < minimum:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {minimum} on")
+        return value
+
+    return parse
+
+
+def _temperature(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value < float("inf"):  # also false for NaN
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())
