@@ -152,7 +152,8 @@ class Attention(nn.Module):
 
     def _split(self, x: Tensor) -> Tensor:
         """[S, tokens, heads * D] -> [S, heads, tokens, D]"""
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        heads: Tensor = x.unflatten(-1, (-1, self.head_dim))
+        return heads.transpose(1, 2)
 
 
 class MLP(nn.Module):

@@ -39,7 +39,9 @@ LOG_SECONDS = 30.0
 class TrainConfig:
     """total_steps: optimiser steps. sequences_per_step × anchors_per_sequence: blocks a step.
     learning_rate: peak; linear warm-up over warmup_steps, constant, then linear to zero over the
-    last decay_fraction. frequent_ids, likely_per_row, sampled_ids: see loss.py. autocast: bfloat16
+    last decay_fraction. early_loss: instead of `loss` until the rate decays; a draft that knows
+    little learns from cross-entropy, while the gradient of |p - q| vanishes where q is near zero.
+    frequent_ids, likely_per_row, sampled_ids: see loss.py. autocast: bfloat16
     matrix products with float32 weights."""
 
     total_steps: int
@@ -56,13 +58,22 @@ class TrainConfig:
     autocast: bool = True
     seed: int = 0
     loss: LossWeights = field(default_factory=LossWeights)
+    early_loss: LossWeights = field(
+        default_factory=lambda: LossWeights(cross_entropy=1.0, distance=0.9, confidence=0.3)
+    )
 
     def rate_at(self, step: int) -> float:
         """The learning rate of `step`, counted from 0."""
-        decay_steps = max(1, round(self.total_steps * self.decay_fraction))
+        decay_steps = self._decay_steps()
         up = (step + 1) / max(1, self.warmup_steps)
         down = (self.total_steps - step) / decay_steps
         return self.learning_rate * min(1.0, up, down)
+
+    def loss_at(self, step: int) -> LossWeights:
+        return self.loss if self.total_steps - step <= self._decay_steps() else self.early_loss
+
+    def _decay_steps(self) -> int:
+        return max(1, round(self.total_steps * self.decay_fraction))
 
 
 @dataclass(frozen=True)
@@ -191,7 +202,7 @@ def _one_step(
     )
     for group in optimizer.param_groups:
         group["lr"] = config.rate_at(step)
-    terms = compute_loss(draft, shared, batch, vocabulary, config.loss, config.autocast)
+    terms = compute_loss(draft, shared, batch, vocabulary, config.loss_at(step), config.autocast)
     optimizer.zero_grad(set_to_none=True)
     terms.total.backward()  # type: ignore[no-untyped-call]
     norm = torch.nn.utils.clip_grad_norm_(draft.parameters(), config.max_grad_norm)
