@@ -1,9 +1,15 @@
 """Which cached tokens each row of a forward reads: the plan of host attention.
 
-A forward packs the rows of its requests one after the other. Request r has q_r rows and a
-cache of n_r tokens whose last q_r tokens are these rows. A `Group` is a set of requests
-that are attended in one call, padded to the longest of them; a `Read` is what a kind of
-layer gathers for a group. Both are built once per forward and shared by all layers.
+A forward packs the rows of its requests one after the other. Request r has q_r rows, its
+first one at position p_r of the request; its cache holds n_r = p_r + q_r tokens, rows
+included. A `Group` is a set of requests that are attended in one call, padded to the
+longest of them; a `Read` is what one kind of layer gathers for a group. Both are built
+once per forward and shared by all layers.
+
+Exactness. A row must get the same bits whether it is decoded alone or verified in a window,
+whatever else is in the batch. The matrix products under torch's attention choose their
+summation order by their shape, so shapes are padded to classes that all give the same order:
+see `padded_rows` and `padded_tokens`.
 
 Symbols: R requests of a group, Q rows each (padded), N cached tokens each (padded),
 M rows of the forward (packed), G query heads per KV head.
@@ -16,10 +22,33 @@ from typing import NamedTuple
 
 import torch
 
-# Reading this many padding bytes of K/V costs about as much as one more call per layer.
+# Reading this many padding bytes of K and V costs about as much as one more call per layer.
 GROUP_OVERHEAD_BYTES = 256 * 1024
-# Requests with more rows than this are attended alone: their matrices are large enough.
-LONG_ROWS = 16
+# Requests with more rows than this are attended alone, in blocks of ROW_BLOCK: their
+# matrices are large enough, and a block skips the tokens after it.
+LONG_ROWS = 32
+ROW_BLOCK = 256
+
+
+def padded_rows(rows: int) -> int:
+    """Rows of a product so that its kernels treat each row alike: a multiple of 4.
+
+    MKL has kernels of their own for 1, 2 and 3 rows, and torch cuts rows into blocks of a
+    multiple of 4, so only the remainder modulo 4 can reach these.
+    """
+    return -(-rows // 4) * 4
+
+
+def padded_tokens(tokens: int) -> int:
+    """Tokens of a product so that padding never changes the order of a row's sums.
+
+    A multiple of 16, the widest vector. torch cuts tokens into blocks of 512; MKL sums up to
+    192 tokens of a block in one run, then cuts at 192 and 384 if there are at least 384,
+    but in halves if there are between 192 and 384, so these lengths are avoided.
+    """
+    tokens = -(-tokens // 16) * 16
+    rest = tokens % 512
+    return tokens + 384 - rest if 192 < rest < 384 else tokens
 
 
 class Kind(NamedTuple):
@@ -35,22 +64,22 @@ class Read(NamedTuple):
 
     slots: torch.Tensor  # int64 [R*N]; padding repeats a live slot of the same request
     num_tokens: int  # N
-    mask: torch.Tensor | None  # [R, 1, Q*G or 1, N], 0 or -inf; None: every token allowed
-    is_causal: bool  # plain triangle: no mask, the kernel skips the upper half
+    mask: torch.Tensor | None  # [R, 1, Q or 1, N], 0 or -inf; None: every token allowed
 
 
 @dataclass
 class Group:
-    """Requests that are attended in one call."""
+    """Requests, or a block of rows of one request, that are attended in one call."""
 
     requests: torch.Tensor  # int64 [R], rows of req_to_token
-    q_lens: torch.Tensor  # int64 [R], >= 0
-    kv_lens: torch.Tensor  # int64 [R], rows included
+    first: torch.Tensor  # int64 [R], position of the first row in the request
+    q_lens: torch.Tensor  # int64 [R]
+    kv_lens: torch.Tensor  # int64 [R], all tokens of the request
     num_rows: int  # Q
-    first_row: int  # packed row of the first request, used when `gather` is None
+    begin: int  # packed row of the first request, used when `gather` is None
     gather: torch.Tensor | None  # int64 [R*Q]: packed row for each padded one; None: a slice
     live: torch.Tensor | None  # int64 [m]: padded rows that are real; None: all
-    reads: dict[tuple[Kind, torch.dtype, int], Read] = field(default_factory=dict)
+    reads: dict[tuple[Kind, torch.dtype], Read] = field(default_factory=dict)
 
 
 def split_by_length(lengths: torch.Tensor, budget: int) -> list[torch.Tensor]:
@@ -58,13 +87,14 @@ def split_by_length(lengths: torch.Tensor, budget: int) -> list[torch.Tensor]:
 
     lengths: int64 [R]. Padding every request to the longest of its set wastes tokens;
     a cut is made where it saves the most, as long as it saves more than `budget` tokens.
-    Returns index tensors that together cover 0..R-1.
+    Returns index tensors, each ascending, that together cover 0..R-1.
     """
     everyone = torch.arange(lengths.numel())
     if int(lengths.max()) * lengths.numel() - int(lengths.sum()) <= budget:
         return [everyone]
     longest_first, order = lengths.sort(descending=True)
-    return [order[part] for part in _cut(longest_first, everyone, budget)]
+    # Ascending within a set: a single set must be the batch in its own order.
+    return [order[part].sort().values for part in _cut(longest_first, everyone, budget)]
 
 
 def _cut(lengths: torch.Tensor, index: torch.Tensor, budget: int) -> list[torch.Tensor]:
@@ -91,7 +121,6 @@ class ReadPlan:
         requests: torch.Tensor,  # int [R]
         q_lens: torch.Tensor,  # int [R]
         kv_lens: torch.Tensor,  # int [R], rows included
-        uniform_rows: int | None,  # Q if all q_lens are known to equal it
         token_bytes: int,  # K and V of one token in one layer
     ) -> None:
         self.req_to_token = req_to_token
@@ -102,106 +131,108 @@ class ReadPlan:
         self.groups: list[Group] = []
         if not self.num_rows:
             return
-        budget = GROUP_OVERHEAD_BYTES // token_bytes
         starts = self.q_lens.cumsum(0) - self.q_lens
-        if uniform_rows is not None and uniform_rows <= LONG_ROWS:
-            self._add_short(torch.arange(self.requests.numel()), starts, budget)
-            return
-        long = self.q_lens > LONG_ROWS
-        for r in long.nonzero().flatten().tolist():
-            self._add(torch.tensor([r]), starts)
-        short = (~long & (self.q_lens > 0)).nonzero().flatten()
+        is_long = self.q_lens > LONG_ROWS
+        for r in is_long.nonzero().flatten().tolist():
+            self._add_long(r, int(starts[r]))
+        short = (~is_long & (self.q_lens > 0)).nonzero().flatten()
         if short.numel():
-            self._add_short(short, starts, budget)
+            for part in split_by_length(self.kv_lens[short], GROUP_OVERHEAD_BYTES // token_bytes):
+                self._add_short(short[part], starts)
 
-    def _add_short(self, members: torch.Tensor, starts: torch.Tensor, budget: int) -> None:
-        for part in split_by_length(self.kv_lens[members], budget):
-            self._add(members[part], starts)
+    def _add_long(self, r: int, start: int) -> None:
+        """Blocks of rows of one request."""
+        one = slice(r, r + 1)
+        first = self.kv_lens[one] - self.q_lens[one]
+        for begin in range(0, int(self.q_lens[r]), ROW_BLOCK):
+            rows = min(ROW_BLOCK, int(self.q_lens[r]) - begin)
+            self.groups.append(
+                Group(
+                    requests=self.requests[one],
+                    first=first + begin,
+                    q_lens=torch.tensor([rows]),
+                    kv_lens=self.kv_lens[one],
+                    num_rows=rows,
+                    begin=start + begin,
+                    gather=None,
+                    live=None,
+                )
+            )
 
-    def _add(self, members: torch.Tensor, starts: torch.Tensor) -> None:
-        q_lens, kv_lens = self.q_lens[members], self.kv_lens[members]
+    def _add_short(self, members: torch.Tensor, starts: torch.Tensor) -> None:
+        """Requests with few rows each, together."""
+        q_lens, kv_lens, first = self.q_lens[members], self.kv_lens[members], starts[members]
         num_rows = int(q_lens.max())
-        first = starts[members]
+        rows = torch.arange(num_rows)
         begin = int(first[0])
         full = bool((q_lens == num_rows).all())
-        rows = torch.arange(num_rows)
+        in_order = begin + torch.arange(members.numel()) * num_rows
         gather = live = None
-        if not (full and bool((first == begin + torch.arange(len(members)) * num_rows).all())):
+        if not (full and torch.equal(first, in_order)):
             # Padded rows repeat the request's last row; `live` drops them afterwards.
-            gather = first[:, None] + torch.minimum(rows, (q_lens - 1).clamp(min=0)[:, None])
-            gather = gather.clamp(max=self.num_rows - 1).flatten()
+            gather = (first[:, None] + torch.minimum(rows, q_lens[:, None] - 1)).flatten()
         if not full:
             live = (rows < q_lens[:, None]).flatten().nonzero().flatten()
         self.groups.append(
-            Group(self.requests[members], q_lens, kv_lens, num_rows, begin, gather, live)
+            Group(
+                requests=self.requests[members],
+                first=kv_lens - q_lens,
+                q_lens=q_lens,
+                kv_lens=kv_lens,
+                num_rows=num_rows,
+                begin=begin,
+                gather=gather,
+                live=live,
+            )
         )
 
     def read(
         self,
         group: Group,
         kind: Kind,
-        *,
         dtype: torch.dtype,
-        heads_per_kv: int,
         full_to_swa: torch.Tensor | None = None,
     ) -> Read:
-        """What layers of `kind` read for `group`; built at the first layer of a forward.
+        """What layers of `kind` read for `group`; built at the first such layer of a forward.
 
-        full_to_swa: int [slots], needed if kind.swa_pool.
+        dtype: of the queries and so of the mask; full_to_swa: int [slots], if kind.swa_pool.
         """
-        key = (kind, dtype, heads_per_kv)
+        key = (kind, dtype)
         if key not in group.reads:
-            group.reads[key] = self._build(group, kind, dtype, heads_per_kv, full_to_swa)
+            group.reads[key] = self._build(group, kind, dtype, full_to_swa)
         return group.reads[key]
 
     def _build(
-        self,
-        group: Group,
-        kind: Kind,
-        dtype: torch.dtype,
-        heads_per_kv: int,
-        full_to_swa: torch.Tensor | None,
+        self, group: Group, kind: Kind, dtype: torch.dtype, full_to_swa: torch.Tensor | None
     ) -> Read:
-        q_lens, kv_lens = group.q_lens[:, None], group.kv_lens[:, None]  # [R, 1]
-        first_row = kv_lens - q_lens  # position of the request's first row
-        begin = torch.zeros_like(kv_lens)
-        if kind.window >= 0:
-            # Tokens before every row's window may have been freed and overwritten.
-            begin = (first_row - kind.window).clamp(min=0)
-        n = int((kv_lens - begin).max())
+        first, q_lens = group.first[:, None], group.q_lens[:, None]  # [R, 1]
+        end = first + q_lens if kind.causal else group.kv_lens[:, None]
+        # Tokens before every row's window may have been freed and overwritten.
+        begin = (first - kind.window).clamp(min=0) if kind.window >= 0 else torch.zeros_like(end)
+        n = padded_tokens(int((end - begin).max()))
         tokens = begin + torch.arange(n)  # [R, N] positions in the request
-        columns = torch.minimum(tokens, kv_lens - 1).clamp(min=0)
-        slots = self.req_to_token[group.requests[:, None], columns].long().flatten()
+        # Padding reads a live token of the same request: a masked score still multiplies
+        # its value by zero, which must not be the NaN of a slot that nobody has written.
+        slots = self.req_to_token[group.requests[:, None], torch.minimum(tokens, end - 1)].long()
         if kind.swa_pool:
             assert full_to_swa is not None
             slots = full_to_swa[slots].long()
-        if (
-            kind.causal
-            and kind.window < 0
-            and len(q_lens) == 1
-            and group.num_rows > LONG_ROWS
-            and int(first_row) == 0
-        ):
-            return Read(slots, n, None, True)
-        rows = first_row + torch.minimum(torch.arange(group.num_rows), q_lens - 1)
-        allowed = _allowed(kind, rows[:, :, None], tokens[:, None, :], kv_lens[:, :, None])
-        if bool(allowed.all()):
-            return Read(slots, n, None, False)
-        mask = torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, float("-inf"))
-        if group.num_rows > 1:
-            mask = mask.repeat_interleave(heads_per_kv, dim=1)
-        return Read(slots, n, mask[:, None], False)
+        rows = first + torch.minimum(torch.arange(group.num_rows), q_lens - 1)  # [R, Q]
+        allowed = _allowed(kind, rows[:, :, None], tokens[:, None, :], end[:, :, None])
+        mask = None
+        if not bool(allowed.all()):
+            mask = torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, float("-inf"))
+            mask = mask[:, None]
+        return Read(slots.flatten(), n, mask)
 
 
 def _allowed(
-    kind: Kind, rows: torch.Tensor, tokens: torch.Tensor, kv_lens: torch.Tensor
+    kind: Kind, rows: torch.Tensor, tokens: torch.Tensor, end: torch.Tensor
 ) -> torch.Tensor:
-    """Who reads what. rows [R, Q, 1], tokens [R, 1, N], kv_lens [R, 1, 1] -> bool [R, Q, N]."""
-    allowed = tokens < kv_lens
-    if kind.causal:
-        allowed = allowed & (tokens <= rows)
+    """Who reads what. rows [R, Q, 1], tokens [R, 1, N], end [R, 1, 1] -> bool [R, Q, N]."""
+    allowed = tokens <= rows if kind.causal else (tokens < end).expand(-1, rows.shape[1], -1)
     if kind.window >= 0:
         allowed = allowed & (tokens >= rows - kind.window)
         if not kind.causal:
             allowed = allowed & (tokens <= rows + kind.window)
-    return allowed.expand(-1, rows.shape[1], -1)
+    return allowed
