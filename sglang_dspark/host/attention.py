@@ -15,9 +15,9 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.speculative.ragged_verify import resolve_ragged_verify_layout
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
-from sglang_dspark.host.reads import Group, Kind, Read, ReadPlan
+from sglang_dspark.host.reads import LONG_ROWS, Group, Kind, Read, ReadPlan, padded_rows
 
 
 class HostAttention(AttentionBackend):
@@ -31,6 +31,7 @@ class HostAttention(AttentionBackend):
         self.req_to_token_pool = runner.req_to_token_pool
         self.token_to_kv_pool = runner.token_to_kv_pool
         self.forward_metadata = None
+        self.workspace = Workspace()
         self.swa_loc: torch.Tensor | None = None  # out_cache_loc in the sliding-window pool
         pool = self.token_to_kv_pool
         self.swa_layers = {
@@ -59,15 +60,12 @@ class HostAttention(AttentionBackend):
         mode = batch.forward_mode
         if mode.is_idle():
             return None
-        uniform: int | None = None
         if mode.is_decode():
-            uniform, kv_lens = 1, batch.seq_lens
-            q_lens = torch.ones_like(kv_lens)
+            q_lens, kv_lens = torch.ones_like(batch.seq_lens), batch.seq_lens
         elif mode.is_target_verify():
             layout = resolve_ragged_verify_layout(batch)
             if layout is None:
-                uniform = int(batch.spec_info.draft_token_num)
-                q_lens = torch.full_like(batch.seq_lens, uniform)
+                q_lens = torch.full_like(batch.seq_lens, int(batch.spec_info.draft_token_num))
             else:
                 q_lens = layout.verify_lens
             kv_lens = batch.seq_lens + q_lens  # seq_lens leaves the window out
@@ -79,7 +77,6 @@ class HostAttention(AttentionBackend):
             requests=batch.req_pool_indices,
             q_lens=q_lens,
             kv_lens=kv_lens,
-            uniform_rows=uniform,
             token_bytes=2 * pool.head_num * pool.head_dim * pool.dtype.itemsize,
         )
 
@@ -125,6 +122,7 @@ class HostAttention(AttentionBackend):
             self.token_to_kv_pool.get_value_buffer(layer.layer_id),
             plan,
             kind,
+            self.workspace,
             scale=layer.scaling,
             logit_cap=layer.logit_cap,
             full_to_swa=self.token_to_kv_pool.full_to_swa_index_mapping if swa_pool else None,
@@ -144,12 +142,36 @@ def _reject_unsupported(layer: RadixAttention, kwargs: dict[str, Any]) -> None:
         )
 
 
+class Workspace:
+    """Memory for the gathered K and V, reused by every layer and forward.
+
+    Fresh memory of this size costs more in page faults than the gather itself.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+    def gather(self, name: str, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """cache [slots, KVH, D], slots int64 [n] -> [n, KVH*D], valid until the next call."""
+        width = cache.shape[1] * cache.shape[2]
+        size = slots.numel() * width
+        buffer = self._buffers.get((name, cache.dtype))
+        if buffer is None or buffer.numel() < size:
+            with torch.inference_mode(False):  # usable in and out of inference mode
+                buffer = torch.empty(size + size // 2, dtype=cache.dtype)
+            self._buffers[name, cache.dtype] = buffer
+        out = buffer[:size].view(-1, width)
+        # Flat rows make this a plain copy of whole tokens.
+        return torch.index_select(cache.view(-1, width), 0, slots, out=out)
+
+
 def attend(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     plan: ReadPlan,
     kind: Kind,
+    workspace: Workspace,
     *,
     scale: float,
     logit_cap: float = 0.0,
@@ -160,69 +182,48 @@ def attend(
     q: [M, H, D] packed rows, possibly padded at the end; k_cache: [slots, KVH, D];
     v_cache: [slots, KVH, Dv]. Returns [M, H*Dv] in q's dtype, zero in padding rows.
     """
-    num_rows, num_heads, _ = q.shape
+    num_rows, num_heads, dim = q.shape
+    num_kv_heads, v_dim = v_cache.shape[1:]
     if num_rows < plan.num_rows:
-        raise ValueError(f"forward has {num_rows} rows, the batch needs {plan.num_rows}.")
-    heads_per_kv = num_heads // k_cache.shape[1]
+        raise ValueError(f"forward has {num_rows} rows, its requests need {plan.num_rows}.")
     outputs = []
     for group in plan.groups:
-        read = plan.read(
-            group, kind, dtype=q.dtype, heads_per_kv=heads_per_kv, full_to_swa=full_to_swa
-        )
-        outputs.append(_attend_group(q, k_cache, v_cache, group, read, scale, logit_cap))
+        read = plan.read(group, kind, q.dtype, num_heads // num_kv_heads, full_to_swa)
+        shape = (len(group.requests), read.num_tokens, num_kv_heads)
+        k = workspace.gather("k", k_cache, read.slots).to(q.dtype).view(*shape, dim)
+        v = workspace.gather("v", v_cache, read.slots).to(q.dtype).view(*shape, v_dim)
+        rows = _group_rows(q, group)
+        rows = _attend_group(rows, k.transpose(1, 2), v.transpose(1, 2), read, scale, logit_cap)
+        rows = rows.reshape(-1, num_heads * v_dim)
+        outputs.append(rows if group.live is None else rows.index_select(0, group.live))
     if len(outputs) == 1 and num_rows == plan.num_rows:
         return outputs[0]
-    out = q.new_zeros(num_rows, outputs[0].shape[1] if outputs else num_heads * v_cache.shape[2])
+    out = q.new_zeros(num_rows, num_heads * v_dim)
     for group, rows in zip(plan.groups, outputs, strict=True):
         if group.gather is None:
-            out[group.first_row : group.first_row + rows.shape[0]] = rows
+            out[group.begin : group.begin + rows.shape[0]] = rows
         else:
-            to = group.gather if group.live is None else group.gather[group.live]
-            out.index_copy_(0, to, rows)
+            out.index_copy_(0, _live_rows(group), rows)
     return out
 
 
-def _attend_group(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    group: Group,
-    read: Read,
-    scale: float,
-    logit_cap: float,
-) -> torch.Tensor:
-    """Attention of one group's real rows, in the group's order: [m, H*Dv]."""
-    num_kv_heads, v_dim = v_cache.shape[1:]
-    num_heads, dim = q.shape[1:]
-    num_reqs, num_rows = len(group.requests), group.num_rows
+def _group_rows(q: torch.Tensor, group: Group) -> torch.Tensor:
+    """The group's rows, padded: [M, H, D] -> [R, Q, H, D]."""
+    count = len(group.requests) * group.num_rows
     if group.gather is None:
-        q = q[group.first_row : group.first_row + num_reqs * num_rows]
+        q = q[group.begin : group.begin + count]
     else:
         q = q.index_select(0, group.gather)
-    # Flat rows make index_select a plain copy of whole tokens.
-    k = k_cache.flatten(1).index_select(0, read.slots)
-    v = v_cache.flatten(1).index_select(0, read.slots)
-    k = k.to(q.dtype).view(num_reqs, read.num_tokens, num_kv_heads, dim).transpose(1, 2)
-    v = v.to(q.dtype).view(num_reqs, read.num_tokens, num_kv_heads, v_dim).transpose(1, 2)
-    if read.is_causal and not logit_cap:
-        q = q.view(num_reqs, num_rows, num_heads, dim).transpose(1, 2)
-        out = scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scale, enable_gqa=num_heads != num_kv_heads
-        )
-        return out.transpose(1, 2).reshape(num_rows, num_heads * v_dim)
-    heads_per_kv = num_heads // num_kv_heads
-    q = q.view(num_reqs, num_rows, num_kv_heads, heads_per_kv, dim).transpose(1, 2)
-    q = q.reshape(num_reqs, num_kv_heads, num_rows * heads_per_kv, dim)
-    if logit_cap:
-        out = _capped(q, k, v, read, scale, logit_cap)
-    else:
-        out = scaled_dot_product_attention(q, k, v, attn_mask=read.mask, scale=scale)
-    out = out.view(num_reqs, num_kv_heads, num_rows, heads_per_kv, v_dim).transpose(1, 2)
-    out = out.reshape(num_reqs * num_rows, num_heads * v_dim)
-    return out if group.live is None else out.index_select(0, group.live)
+    return q.view(-1, group.num_rows, *q.shape[1:])
 
 
-def _capped(
+def _live_rows(group: Group) -> torch.Tensor:
+    """Packed rows of the group's real rows: int64 [m]."""
+    assert group.gather is not None
+    return group.gather if group.live is None else group.gather[group.live]
+
+
+def _attend_group(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -230,13 +231,37 @@ def _capped(
     scale: float,
     logit_cap: float,
 ) -> torch.Tensor:
-    """Attention with logits softly limited to +-logit_cap, as Gemma 2 needs it."""
+    """q [R, Q, H, D], k [R, KVH, N, D], v [R, KVH, N, Dv] -> [R, Q, H, Dv].
+
+    The query heads of a KV head become rows of one product, so K and V are not repeated,
+    except for a long block of rows, where the repeated mask would cost more.
+    """
+    num_reqs, num_rows, num_heads, dim = q.shape
+    group = num_heads // k.shape[1]
+    if num_rows > LONG_ROWS and group > 1:
+        k, v, group = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), 1
+    rows = num_rows * group
+    q = q.view(num_reqs, num_rows, -1, group, dim).transpose(1, 2)
+    q = pad(q.reshape(num_reqs, -1, rows, dim), (0, 0, 0, padded_rows(rows) - rows))
+    if logit_cap:
+        out = _capped(q, k, v, read.mask, scale, logit_cap)
+    else:
+        out = scaled_dot_product_attention(q, k, v, attn_mask=read.mask, scale=scale)
+    out = out[:, :, :rows].reshape(num_reqs, -1, num_rows, group, v.shape[3])
+    return out.transpose(1, 2).flatten(2, 3)
+
+
+def _capped(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    logit_cap: float,
+) -> torch.Tensor:
+    """Attention with logits softly limited to +-logit_cap, as Gemma 2 has it."""
     logits = torch.matmul(q, k.transpose(-1, -2)).float() * scale
     logits = torch.tanh(logits / logit_cap) * logit_cap
-    if read.mask is not None:
-        logits = logits + read.mask
-    elif read.is_causal:  # of rows, not of rows times heads
-        upper = torch.ones(read.num_tokens, read.num_tokens, dtype=torch.bool).triu(1)
-        upper = upper.repeat_interleave(logits.shape[2] // read.num_tokens, dim=0)
-        logits = logits.masked_fill(upper, float("-inf"))
+    if mask is not None:
+        logits = logits + mask
     return torch.matmul(torch.softmax(logits, dim=-1).to(v.dtype), v)

@@ -157,6 +157,17 @@ class HostPlatform(CpuDeviceMixin, SRTPlatform):
 
         return HostKVPool
 
+    def post_load_model(self, model: torch.nn.Module) -> None:
+        from sglang_dspark.host.linear import pack_model
+
+        pack_model(model, free_bytes=self.get_available_memory()[0])
+
+    def get_torch_profiler_activity_str(self) -> str:
+        return "CPU"
+
+    def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
+        return torch.profiler.ProfilerActivity.CPU
+
     def init_backend(self) -> None:
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
 

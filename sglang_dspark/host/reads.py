@@ -64,7 +64,9 @@ class Read(NamedTuple):
 
     slots: torch.Tensor  # int64 [R*N]; padding repeats a live slot of the same request
     num_tokens: int  # N
-    mask: torch.Tensor | None  # [R, 1, Q or 1, N], 0 or -inf; None: every token allowed
+    # 0 or -inf, None if every token is allowed. [R, 1, rows, N] for the rows that the products
+    # have: query heads of a KV head folded in (unless Q > LONG_ROWS), padded; 1 if all alike.
+    mask: torch.Tensor | None
 
 
 @dataclass
@@ -79,7 +81,7 @@ class Group:
     begin: int  # packed row of the first request, used when `gather` is None
     gather: torch.Tensor | None  # int64 [R*Q]: packed row for each padded one; None: a slice
     live: torch.Tensor | None  # int64 [m]: padded rows that are real; None: all
-    reads: dict[tuple[Kind, torch.dtype], Read] = field(default_factory=dict)
+    reads: dict[tuple[Kind, torch.dtype, int], Read] = field(default_factory=dict)
 
 
 def split_by_length(lengths: torch.Tensor, budget: int) -> list[torch.Tensor]:
@@ -191,19 +193,25 @@ class ReadPlan:
         group: Group,
         kind: Kind,
         dtype: torch.dtype,
+        heads_per_kv: int,
         full_to_swa: torch.Tensor | None = None,
     ) -> Read:
         """What layers of `kind` read for `group`; built at the first such layer of a forward.
 
         dtype: of the queries and so of the mask; full_to_swa: int [slots], if kind.swa_pool.
         """
-        key = (kind, dtype)
+        key = (kind, dtype, heads_per_kv)
         if key not in group.reads:
-            group.reads[key] = self._build(group, kind, dtype, full_to_swa)
+            group.reads[key] = self._build(group, kind, dtype, heads_per_kv, full_to_swa)
         return group.reads[key]
 
     def _build(
-        self, group: Group, kind: Kind, dtype: torch.dtype, full_to_swa: torch.Tensor | None
+        self,
+        group: Group,
+        kind: Kind,
+        dtype: torch.dtype,
+        heads_per_kv: int,
+        full_to_swa: torch.Tensor | None,
     ) -> Read:
         first, q_lens = group.first[:, None], group.q_lens[:, None]  # [R, 1]
         end = first + q_lens if kind.causal else group.kv_lens[:, None]
@@ -222,7 +230,7 @@ class ReadPlan:
         mask = None
         if not bool(allowed.all()):
             mask = torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, float("-inf"))
-            mask = mask[:, None]
+            mask = _product_rows(mask, heads_per_kv)[:, None]
         return Read(slots.flatten(), n, mask)
 
 
@@ -236,3 +244,14 @@ def _allowed(
         if not kind.causal:
             allowed = allowed & (tokens <= rows + kind.window)
     return allowed
+
+
+def _product_rows(mask: torch.Tensor, heads_per_kv: int) -> torch.Tensor:
+    """Mask rows [R, Q, N] of a group -> the rows of its products, see `Read.mask`."""
+    num_rows = mask.shape[1]
+    if num_rows == 1:
+        return mask
+    if num_rows <= LONG_ROWS:
+        mask = mask.repeat_interleave(heads_per_kv, dim=1)
+    missing = padded_rows(mask.shape[1]) - mask.shape[1]
+    return torch.cat([mask, mask[:, -1:].expand(-1, missing, -1)], dim=1) if missing else mask

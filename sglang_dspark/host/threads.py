@@ -46,13 +46,16 @@ def usable_cores() -> int:
 
 
 def prepare_children() -> None:
-    """Makes OpenMP threads of processes started from now on sleep while they wait.
+    """Settings of processes started from now on; what the user has set stays.
 
-    OpenMP reads its environment once, when it is loaded, which is before any plugin runs:
-    the launcher sets it for the scheduler. What the user has set stays.
+    OpenMP and MKL read their environment once, when they are loaded, which is before any
+    plugin runs: the launcher sets it for the scheduler. OpenMP threads shall sleep while they
+    wait.
     """
     if not any(name in os.environ for name in WAIT_SETTINGS):
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    # Without this MKL may round differently on the main thread than on the others.
+    os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 
 def apply() -> None:
