@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.layers.sampler import apply_custom_logit_processor
 from sglang.srt.utils.async_probe import sanitize_nan_logits
+from sglang.srt.utils.common import async_h2d
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -114,7 +115,10 @@ class PenaltyTables:
     def start(self, reqs: list[Req]) -> None:
         """Set the rows of requests that are about to decode."""
         device = self.counts.device
-        rows = torch.tensor([req.req_pool_idx for req in reqs]).to(device)
+        req_rows = [req.kv.req_pool_idx for req in reqs]
+        # Pinned copies and fills: .to(device) and table[rows] = 0 would wait for the whole
+        # target forward.
+        rows = async_h2d(req_rows, dtype=torch.int64, device=device)
         params = [req.sampling_params for req in reqs]
         for table, values in (
             (self.frequency, [p.frequency_penalty for p in params]),
@@ -123,19 +127,19 @@ class PenaltyTables:
             (self.min_new_tokens, [p.min_new_tokens for p in params]),
             (self.output_lens, [len(req.output_ids) for req in reqs]),
         ):
-            table[rows] = torch.tensor(values, dtype=table.dtype).to(device)
-        self.counts[rows] = 0
-        self.stops[rows] = False
-        for req in reqs:
+            table[rows] = async_h2d(values, dtype=table.dtype, device=device)
+        self.counts.index_fill_(0, rows, 0)
+        self.stops.index_fill_(0, rows, False)
+        for row, req in zip(req_rows, reqs, strict=True):
             if not _has_penalty(req):
                 continue
             if req.output_ids:  # retracted after it had generated these
-                generated = torch.tensor(list(req.output_ids), dtype=torch.int64).to(device)
+                generated = async_h2d(list(req.output_ids), dtype=torch.int64, device=device)
                 ones = torch.ones_like(generated, dtype=self.counts.dtype)
-                self.counts[req.req_pool_idx].scatter_add_(0, generated, ones)
+                self.counts[row].scatter_add_(0, generated, ones)
             if req.sampling_params.min_new_tokens > 0:
-                stops = torch.tensor(sorted(_stop_tokens(req)), dtype=torch.int64).to(device)
-                self.stops[req.req_pool_idx, stops] = True
+                stops = async_h2d(sorted(_stop_tokens(req)), dtype=torch.int64, device=device)
+                self.stops[row].index_fill_(0, stops, True)
 
     def apply(
         self, logits: torch.Tensor, req_rows: torch.Tensor, window_tokens: torch.Tensor

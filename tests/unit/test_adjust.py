@@ -21,7 +21,7 @@ def request(row: int, output: list[int] = (), **params):
         **params,
     }
     return SimpleNamespace(
-        req_pool_idx=row,
+        kv=SimpleNamespace(req_pool_idx=row),
         output_ids=list(output),
         eos_token_ids={1},
         tokenizer=SimpleNamespace(additional_stop_token_ids=None, eos_token_id=1),
@@ -59,7 +59,7 @@ def test_windows_equal_a_token_by_token_replay_over_several_rounds():
     tables.counts.fill_(99)  # what an earlier request left behind
     tables.frequency.fill_(99.0)
     tables.start(REQUESTS)
-    rows = torch.tensor([req.req_pool_idx for req in REQUESTS])
+    rows = torch.tensor([req.kv.req_pool_idx for req in REQUESTS])
     outputs = [list(req.output_ids) for req in REQUESTS]
     for _ in range(4):
         window = torch.randint(VOCAB, (len(REQUESTS), WIDTH), generator=generator)
