@@ -72,14 +72,12 @@ def assert_no_leak(server: Server) -> None:
     """
     deadline = time.monotonic() + 20
     while True:
-        counts = [
-            metric(server, f"sglang:{name}")
-            for name in ("kv_available_tokens", "kv_evictable_tokens", "max_total_num_tokens")
-        ]
-        if counts[0] + counts[1] == counts[2] or time.monotonic() > deadline:
+        load = server.get("/v1/loads")["loads"][0]
+        idle = load["num_running_reqs"] == 0 and load["num_used_tokens"] == 0
+        if idle or time.monotonic() > deadline:
             break
         time.sleep(0.2)
-    assert counts[0] + counts[1] == counts[2], f"free, cached, total slots: {counts}"
+    assert idle, f"after all requests ended: {load}"
     assert server.running(), server.tail()
 
 

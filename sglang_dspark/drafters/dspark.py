@@ -86,6 +86,10 @@ class DSparkDrafter:
             embed_tokens=target.model.get_input_embeddings(), lm_head=target.model.lm_head
         )
         self.device = torch.device(target.device)
+        if self.device.type == "cpu":
+            # In bfloat16 the draft layers would launch a CUDA kernel for norm and RoPE.
+            for layer in self.model.layers:
+                layer.self_attn.use_table_qk_norm_rope = False
         self.confidence_head = load_confidence_head(config.draft, self.device)
         self._mask_token_id = config.draft.mask_token_id
         self._block_info = make_draft_block_spec_info(

@@ -24,7 +24,6 @@ logger = logging.getLogger(__name__)
 
 ENTRY_POINT = "sglang_dspark_host"  # the name that SGLANG_PLATFORM selects
 BACKEND = "host"  # the name that --attention-backend selects
-ALGORITHMS = ("DSPARK", "DFLASH", "EAGLE3")
 
 # Defaults of flags that SGLang would size for a whole accelerator. The KV cache shares the
 # memory with everything else on the host and the radix cache fills it in time.
@@ -137,7 +136,9 @@ class HostPlatform(CpuDeviceMixin, SRTPlatform):
         return backend == BACKEND
 
     def supports_speculative_algorithm(self, algorithm: str) -> bool:
-        return algorithm in ALGORITHMS
+        from sglang_dspark.config import Algorithm
+
+        return algorithm in list(Algorithm)  # SGLang's own workers launch CUDA kernels
 
     def get_speculative_worker_cls(self, algorithm: str) -> type | None:
         from sglang_dspark.plugin import worker_class

@@ -184,6 +184,7 @@ def _has_penalty(req: Req) -> bool:
 
 def _stop_tokens(req: Req) -> set[int]:
     tokens = set(req.sampling_params.stop_token_ids or ()) | set(req.eos_token_ids or ())
-    tokens |= set(req.tokenizer.additional_stop_token_ids or ())
-    tokens.add(req.tokenizer.eos_token_id)
+    if req.tokenizer is not None:
+        tokens |= set(req.tokenizer.additional_stop_token_ids or ())
+        tokens.add(req.tokenizer.eos_token_id)
     return {token for token in tokens if token is not None}

@@ -25,17 +25,19 @@ def rounds(server: Server, prompt: list[int], length: int) -> tuple[list[int], l
 
 
 @pytest.mark.parametrize(
-    ("oracle", "accept_length"),
+    ("oracle", "accept_length", "dtype"),
     [
-        ({"distance": 7}, micro.GAMMA + 1),  # always agrees
-        ({"distance": 7, "draft_distance": 6}, 1),  # never does
-        ({"distance": 3}, 5),  # sees the anchor, but no token behind it
+        ({"distance": 7}, micro.GAMMA + 1, "float32"),  # always agrees
+        ({"distance": 7}, micro.GAMMA + 1, "bfloat16"),
+        ({"distance": 7, "draft_distance": 6}, 1, "float32"),  # never does
+        ({"distance": 3}, 5, "float32"),  # sees the anchor, but no token behind it
     ],
-    ids=["always", "never", "halfway"],
+    ids=["always", "always, bfloat16", "never", "halfway"],
 )
-def test_an_oracle_is_accepted_as_it_must_be(oracle, accept_length, tmp_path):
+def test_an_oracle_is_accepted_as_it_must_be(oracle, accept_length, dtype, tmp_path):
     target, draft = micro.write_oracle(tmp_path, **oracle)
-    with serve(target, [*MICRO, *speculative(draft)], tmp_path / "log") as server:
+    args = [*MICRO, *speculative(draft), "--dtype", dtype]
+    with serve(target, args, tmp_path / "log") as server:
         length = 10 * accept_length + 1
         tokens, accept_lens = rounds(server, PROMPT, length)
         assert tokens == micro.continuation(PROMPT, length, oracle["distance"])

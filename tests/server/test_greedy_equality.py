@@ -35,14 +35,16 @@ def prompts() -> list[tuple[list[int], int]]:
 
 REQUESTS = prompts()
 
+# Room for the longest request and little more, and a scheduler that hopes for the best.
+SMALL_POOL = ["--max-total-tokens", "768", "--schedule-conservativeness", "0.05"]
 CONFIGS = {
     "defaults": [],
     "page 16, chunks of 32": ["--page-size", "16", "--chunked-prefill-size", "32"],
     "no overlap": ["--disable-overlap-schedule"],
     "no radix cache, chunks of 64": ["--disable-radix-cache", "--chunked-prefill-size", "64"],
     "gamma 3": ["--speculative-num-draft-tokens", "4"],
-    "pool too small": ["--max-total-tokens", "1400"],
-    "pool too small, page 16": ["--max-total-tokens", "1408", "--page-size", "16"],
+    "pool too small": [*SMALL_POOL, "--disable-radix-cache"],
+    "pool too small, page 16": [*SMALL_POOL, "--page-size", "16"],
 }
 
 

@@ -144,6 +144,12 @@ def test_methods_take_what_we_pass(path):
     assert not missing, f"{path} takes no {', '.join(missing)} any more"
 
 
+def test_draft_layers_have_the_switch_that_we_turn_off_on_cpu():
+    from sglang.srt.models.dflash import DFlashAttention
+
+    assert "self.use_table_qk_norm_rope and" in inspect.getsource(DFlashAttention.forward)
+
+
 def test_the_worker_answers_what_the_scheduler_asks():
     """Missing answers kill a running server late: at the first log line, or on /server_info."""
     from sglang.srt.managers.scheduler_components import internal_state
