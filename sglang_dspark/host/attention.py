@@ -7,6 +7,7 @@ into the rows, so K and V are never repeated.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.speculative.ragged_verify import resolve_ragged_verify_layout
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 from sglang_dspark.host.reads import LONG_ROWS, Group, Kind, Read, ReadPlan, padded_rows
 
@@ -143,26 +144,23 @@ def _reject_unsupported(layer: RadixAttention, kwargs: dict[str, Any]) -> None:
 
 
 class Workspace:
-    """Memory for the gathered K and V, reused by every layer and forward.
+    """Memory reused by every layer and forward.
 
-    Fresh memory of this size costs more in page faults than the gather itself.
+    Fresh memory for the gathered K and V costs more in page faults than the gather itself.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
-    def gather(self, name: str, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """cache [slots, KVH, D], slots int64 [n] -> [n, KVH*D], valid until the next call."""
-        width = cache.shape[1] * cache.shape[2]
-        size = slots.numel() * width
-        buffer = self._buffers.get((name, cache.dtype))
+    def take(self, name: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        """A tensor of this shape, zero where never written, valid until the next `take`."""
+        size = math.prod(shape)
+        buffer = self._buffers.get((name, dtype))
         if buffer is None or buffer.numel() < size:
             with torch.inference_mode(False):  # usable in and out of inference mode
-                buffer = torch.empty(size + size // 2, dtype=cache.dtype)
-            self._buffers[name, cache.dtype] = buffer
-        out = buffer[:size].view(-1, width)
-        # Flat rows make this a plain copy of whole tokens.
-        return torch.index_select(cache.view(-1, width), 0, slots, out=out)
+                buffer = torch.zeros(size + size // 2, dtype=dtype)
+            self._buffers[name, dtype] = buffer
+        return buffer[:size].view(shape)
 
 
 def attend(
@@ -182,18 +180,16 @@ def attend(
     q: [M, H, D] packed rows, possibly padded at the end; k_cache: [slots, KVH, D];
     v_cache: [slots, KVH, Dv]. Returns [M, H*Dv] in q's dtype, zero in padding rows.
     """
-    num_rows, num_heads, dim = q.shape
+    num_rows, num_heads, _ = q.shape
     num_kv_heads, v_dim = v_cache.shape[1:]
     if num_rows < plan.num_rows:
         raise ValueError(f"forward has {num_rows} rows, its requests need {plan.num_rows}.")
     outputs = []
     for group in plan.groups:
         read = plan.read(group, kind, q.dtype, num_heads // num_kv_heads, full_to_swa)
-        shape = (len(group.requests), read.num_tokens, num_kv_heads)
-        k = workspace.gather("k", k_cache, read.slots).to(q.dtype).view(*shape, dim)
-        v = workspace.gather("v", v_cache, read.slots).to(q.dtype).view(*shape, v_dim)
-        rows = _group_rows(q, group)
-        rows = _attend_group(rows, k.transpose(1, 2), v.transpose(1, 2), read, scale, logit_cap)
+        k = _gather(workspace, "k", k_cache, read, q.dtype)
+        v = _gather(workspace, "v", v_cache, read, q.dtype)
+        rows = _attend_group(_group_rows(q, group), k, v, read, workspace, scale, logit_cap)
         rows = rows.reshape(-1, num_heads * v_dim)
         outputs.append(rows if group.live is None else rows.index_select(0, group.live))
     if len(outputs) == 1 and num_rows == plan.num_rows:
@@ -203,24 +199,30 @@ def attend(
         if group.gather is None:
             out[group.begin : group.begin + rows.shape[0]] = rows
         else:
-            out.index_copy_(0, _live_rows(group), rows)
+            to = group.gather if group.live is None else group.gather[group.live]
+            out.index_copy_(0, to, rows)
     return out
+
+
+def _gather(
+    workspace: Workspace, name: str, cache: torch.Tensor, read: Read, dtype: torch.dtype
+) -> torch.Tensor:
+    """cache [slots, KVH, D] -> [R, KVH, N, D] of dtype, strided, valid until the next gather."""
+    num_kv_heads, dim = cache.shape[1:]
+    width = num_kv_heads * dim
+    out = workspace.take(name, cache.dtype, read.slots.numel(), width)
+    # Flat rows make this a plain copy of whole tokens.
+    torch.index_select(cache.view(-1, width), 0, read.slots, out=out)
+    return out.to(dtype).view(-1, read.num_tokens, num_kv_heads, dim).transpose(1, 2)
 
 
 def _group_rows(q: torch.Tensor, group: Group) -> torch.Tensor:
     """The group's rows, padded: [M, H, D] -> [R, Q, H, D]."""
-    count = len(group.requests) * group.num_rows
-    if group.gather is None:
-        q = q[group.begin : group.begin + count]
-    else:
+    if group.gather is not None:
         q = q.index_select(0, group.gather)
+    elif (count := group.requests.numel() * group.num_rows) != q.shape[0]:
+        q = q[group.begin : group.begin + count]
     return q.view(-1, group.num_rows, *q.shape[1:])
-
-
-def _live_rows(group: Group) -> torch.Tensor:
-    """Packed rows of the group's real rows: int64 [m]."""
-    assert group.gather is not None
-    return group.gather if group.live is None else group.gather[group.live]
 
 
 def _attend_group(
@@ -228,6 +230,7 @@ def _attend_group(
     k: torch.Tensor,
     v: torch.Tensor,
     read: Read,
+    workspace: Workspace,
     scale: float,
     logit_cap: float,
 ) -> torch.Tensor:
@@ -242,13 +245,18 @@ def _attend_group(
         k, v, group = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), 1
     rows = num_rows * group
     q = q.view(num_reqs, num_rows, -1, group, dim).transpose(1, 2)
-    q = pad(q.reshape(num_reqs, -1, rows, dim), (0, 0, 0, padded_rows(rows) - rows))
+    if padded_rows(rows) == rows:
+        q = q.reshape(num_reqs, -1, rows, dim)
+    else:  # what the padding rows hold does not matter, as long as it is finite
+        padded = workspace.take("q", q.dtype, num_reqs, k.shape[1], padded_rows(rows), dim)
+        padded[:, :, :rows].view(q.shape).copy_(q)
+        q = padded
     if logit_cap:
         out = _capped(q, k, v, read.mask, scale, logit_cap)
     else:
         out = scaled_dot_product_attention(q, k, v, attn_mask=read.mask, scale=scale)
     out = out[:, :, :rows].reshape(num_reqs, -1, num_rows, group, v.shape[3])
-    return out.transpose(1, 2).flatten(2, 3)
+    return out.transpose(1, 2)
 
 
 def _capped(

@@ -129,18 +129,43 @@ class ReadPlan:
         self.requests = requests.long()
         self.q_lens = q_lens.long()
         self.kv_lens = kv_lens.long()
-        self.num_rows = int(self.q_lens.sum())
         self.groups: list[Group] = []
+        lengths = self.q_lens.tolist()
+        self.num_rows = sum(lengths)
         if not self.num_rows:
             return
+        budget = GROUP_OVERHEAD_BYTES // token_bytes
         starts = self.q_lens.cumsum(0) - self.q_lens
-        is_long = self.q_lens > LONG_ROWS
-        for r in is_long.nonzero().flatten().tolist():
-            self._add_long(r, int(starts[r]))
-        short = (~is_long & (self.q_lens > 0)).nonzero().flatten()
-        if short.numel():
-            for part in split_by_length(self.kv_lens[short], GROUP_OVERHEAD_BYTES // token_bytes):
-                self._add_short(short[part], starts)
+        everyone = None
+        if max(lengths) > LONG_ROWS or min(lengths) == 0:
+            is_long = self.q_lens > LONG_ROWS
+            for r in is_long.nonzero().flatten().tolist():
+                self._add_long(r, int(starts[r]))
+            everyone = (~is_long & (self.q_lens > 0)).nonzero().flatten()
+            if not everyone.numel():
+                return
+        kv_lens = self.kv_lens if everyone is None else self.kv_lens[everyone]
+        parts = split_by_length(kv_lens, budget)
+        if everyone is None and len(parts) == 1 and max(lengths) == min(lengths):
+            self._add_all(max(lengths))  # decode or uniform verify: nothing to move
+            return
+        for part in parts:
+            self._add_short(part if everyone is None else everyone[part], starts)
+
+    def _add_all(self, num_rows: int) -> None:
+        """All requests, with the same number of rows each."""
+        self.groups.append(
+            Group(
+                requests=self.requests,
+                first=self.kv_lens - num_rows,
+                q_lens=self.q_lens,
+                kv_lens=self.kv_lens,
+                num_rows=num_rows,
+                begin=0,
+                gather=None,
+                live=None,
+            )
+        )
 
     def _add_long(self, r: int, start: int) -> None:
         """Blocks of rows of one request."""
@@ -162,18 +187,12 @@ class ReadPlan:
             )
 
     def _add_short(self, members: torch.Tensor, starts: torch.Tensor) -> None:
-        """Requests with few rows each, together."""
+        """Some requests with few rows each, together."""
         q_lens, kv_lens, first = self.q_lens[members], self.kv_lens[members], starts[members]
         num_rows = int(q_lens.max())
         rows = torch.arange(num_rows)
-        begin = int(first[0])
-        full = bool((q_lens == num_rows).all())
-        in_order = begin + torch.arange(members.numel()) * num_rows
-        gather = live = None
-        if not (full and torch.equal(first, in_order)):
-            # Padded rows repeat the request's last row; `live` drops them afterwards.
-            gather = (first[:, None] + torch.minimum(rows, q_lens[:, None] - 1)).flatten()
-        if not full:
+        live = None
+        if int(q_lens.min()) < num_rows:
             live = (rows < q_lens[:, None]).flatten().nonzero().flatten()
         self.groups.append(
             Group(
@@ -182,8 +201,9 @@ class ReadPlan:
                 q_lens=q_lens,
                 kv_lens=kv_lens,
                 num_rows=num_rows,
-                begin=begin,
-                gather=gather,
+                begin=0,
+                # Padded rows repeat the request's last row; `live` drops them afterwards.
+                gather=(first[:, None] + torch.minimum(rows, q_lens[:, None] - 1)).flatten(),
                 live=live,
             )
         )
@@ -215,17 +235,23 @@ class ReadPlan:
     ) -> Read:
         first, q_lens = group.first[:, None], group.q_lens[:, None]  # [R, 1]
         end = first + q_lens if kind.causal else group.kv_lens[:, None]
-        # Tokens before every row's window may have been freed and overwritten.
-        begin = (first - kind.window).clamp(min=0) if kind.window >= 0 else torch.zeros_like(end)
-        n = padded_tokens(int((end - begin).max()))
-        tokens = begin + torch.arange(n)  # [R, N] positions in the request
+        if kind.window >= 0:
+            # Tokens before every row's window may have been freed and overwritten.
+            begin = (first - kind.window).clamp(min=0)
+            n = padded_tokens(int((end - begin).max()))
+            tokens = begin + torch.arange(n)  # [R or 1, N] positions in the request
+        else:
+            n = padded_tokens(int(end.max()))
+            tokens = torch.arange(n)[None]
         # Padding reads a live token of the same request: a masked score still multiplies
         # its value by zero, which must not be the NaN of a slot that nobody has written.
         slots = self.req_to_token[group.requests[:, None], torch.minimum(tokens, end - 1)].long()
         if kind.swa_pool:
             assert full_to_swa is not None
             slots = full_to_swa[slots].long()
-        rows = first + torch.minimum(torch.arange(group.num_rows), q_lens - 1)  # [R, Q]
+        rows = first  # [R, Q]
+        if group.num_rows > 1:
+            rows = first + torch.minimum(torch.arange(group.num_rows), q_lens - 1)
         allowed = _allowed(kind, rows[:, :, None], tokens[:, None, :], end[:, :, None])
         mask = None
         if not bool(allowed.all()):
