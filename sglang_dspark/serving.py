@@ -81,16 +81,25 @@ class Server:
         if self._process is None:
             return
         group = self._process.pid
-        for sig, wait_s in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
-            _signal_group(group, sig)
-            deadline = time.monotonic() + wait_s
-            while time.monotonic() < deadline:
-                self._process.poll()  # reaps our child, so that its group can vanish
-                if not _group_alive(group):
-                    break
-                time.sleep(0.05)
+        # SIGINT to the launcher alone, which ends its children; if the whole group got it,
+        # SGLang would take its children's end for a crash and gather diagnostics for 5 s.
+        self._process.send_signal(signal.SIGINT)
+        if not self._wait_for_group(group, wait_s=10.0):
+            _kill_group(group)
+            self._wait_for_group(group, wait_s=10.0)
         self._process.wait()
         self._process = None
+
+    def _wait_for_group(self, group: int, wait_s: float) -> bool:
+        """Whether every process of the group is gone within wait_s seconds."""
+        assert self._process is not None
+        deadline = time.monotonic() + wait_s
+        while time.monotonic() < deadline:
+            self._process.poll()  # reaps our child, so that its group can vanish
+            if not _group_alive(group):
+                return True
+            time.sleep(0.05)
+        return False
 
     @property
     def pid(self) -> int:
@@ -157,9 +166,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _signal_group(group: int, sig: signal.Signals) -> None:
+def _kill_group(group: int) -> None:
     try:
-        os.killpg(group, sig)
+        os.killpg(group, signal.SIGKILL)
     except ProcessLookupError:
         pass
 
