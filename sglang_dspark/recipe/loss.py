@@ -28,8 +28,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LossWeights:
-    """The paper's weights of cross-entropy, L1 distance and confidence."""
+    """The paper's weights of cross-entropy, L1 distance and confidence.
 
+    soft_cross_entropy weighs -Σ p log q, which the paper does not have: with little data, p says
+    more about a position than the one token that was drawn from it."""
+
+    soft_cross_entropy: float = 0.0
     cross_entropy: float = 0.1
     distance: float = 0.9
     confidence: float = 1.0
@@ -95,6 +99,7 @@ def dspark_loss(
 ) -> LossTerms:
     """The loss over R valid rows."""
     count = vocabulary.num_candidates
+    has_rest = logits.shape[1] > count
     logits = logits.float()
     if vocabulary.sample_shift:
         logits = torch.cat([logits[:, :count], logits[:, count:] + vocabulary.sample_shift], dim=1)
@@ -117,5 +122,10 @@ def dspark_loss(
         + loss_weights.distance * means[1]
         + loss_weights.confidence * means[2]
     )
+    if loss_weights.soft_cross_entropy:
+        log_rest = log_q[:, count:].logsumexp(dim=-1, keepdim=True) if has_rest else log_q[:, :0]
+        known = torch.cat([log_q[:, :count], log_rest], dim=1)
+        soft = -(p[:, : known.shape[1]] * known).sum(dim=-1)
+        total = total + loss_weights.soft_cross_entropy * (soft * share).sum()
     cross_entropy, distance, bce = (mean.detach() for mean in means)
     return LossTerms(total, cross_entropy, distance, bce, accept)

@@ -39,17 +39,18 @@ LOG_SECONDS = 30.0
 class TrainConfig:
     """total_steps: optimiser steps. sequences_per_step × anchors_per_sequence: blocks a step.
     learning_rate: peak; linear warm-up over warmup_steps, constant, then linear to zero over the
-    last decay_fraction. early_loss: instead of `loss` until the rate decays; a draft that knows
-    little learns from cross-entropy, while the gradient of |p - q| vanishes where q is near zero.
-    frequent_ids, likely_per_row, sampled_ids: see loss.py. autocast: bfloat16
+    last decay_fraction. loss: the paper's, over the last final_fraction; early_loss before that: a
+    draft that knows little learns from soft cross-entropy, while the gradient of |p - q| vanishes
+    where q is near zero. frequent_ids, likely_per_row, sampled_ids: see loss.py. autocast: bfloat16
     matrix products with float32 weights."""
 
     total_steps: int
     sequences_per_step: int = 4
-    anchors_per_sequence: int = 24
+    anchors_per_sequence: int = 16
     learning_rate: float = 6e-4
     warmup_steps: int = 50
     decay_fraction: float = 0.4
+    final_fraction: float = 0.2
     max_grad_norm: float = 1.0
     frequent_ids: int = 3000
     likely_per_row: int = 8
@@ -59,21 +60,19 @@ class TrainConfig:
     seed: int = 0
     loss: LossWeights = field(default_factory=LossWeights)
     early_loss: LossWeights = field(
-        default_factory=lambda: LossWeights(cross_entropy=1.0, distance=0.9, confidence=0.3)
+        default_factory=lambda: LossWeights(1.0, cross_entropy=0.0, confidence=0.3)
     )
 
     def rate_at(self, step: int) -> float:
         """The learning rate of `step`, counted from 0."""
-        decay_steps = self._decay_steps()
+        decay_steps = max(1, round(self.total_steps * self.decay_fraction))
         up = (step + 1) / max(1, self.warmup_steps)
         down = (self.total_steps - step) / decay_steps
         return self.learning_rate * min(1.0, up, down)
 
     def loss_at(self, step: int) -> LossWeights:
-        return self.loss if self.total_steps - step <= self._decay_steps() else self.early_loss
-
-    def _decay_steps(self) -> int:
-        return max(1, round(self.total_steps * self.decay_fraction))
+        final = step >= self.total_steps * (1 - self.final_fraction)
+        return self.loss if final else self.early_loss
 
 
 @dataclass(frozen=True)
