@@ -96,7 +96,8 @@ def run(args: argparse.Namespace) -> None:
     figures.save(work / "figures.json")
 
     with figures.timed("features"):
-        features.write_features(target, work / "data", work / "features", layer_ids, TOP_K)
+        top_k = min(TOP_K, config.vocab_size)
+        features.write_features(target, work / "data", work / "features", layer_ids, top_k)
     figures.save(work / "figures.json")
     examples = features.read_features(work / "features")
 

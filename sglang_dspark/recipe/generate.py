@@ -108,7 +108,7 @@ def sample(logits: Tensor, temperatures: Tensor, generator: torch.Generator, top
         return greedy
     scaled = logits[warm] / temperatures[warm, None]
     if top_k:
-        floor = scaled.topk(top_k, dim=-1).values[:, -1:]
+        floor = scaled.topk(min(top_k, scaled.shape[-1]), dim=-1).values[:, -1:]
         scaled = scaled.masked_fill(scaled < floor, float("-inf"))
     mass = (scaled - scaled.amax(dim=-1, keepdim=True)).exp().cumsum(dim=-1)
     uniform = torch.rand(len(warm), 1, generator=generator, device=logits.device)

@@ -161,7 +161,7 @@ def train(
         since = done
         for step in range(done, min(config.total_steps, stop_after or config.total_steps)):
             terms = _one_step(draft, shared, examples, frequent, optimizer, config, step)
-            losses.append(float(terms.total))
+            losses.append(float(terms.total.detach()))
             now = time.monotonic()
             if now - last_logged > LOG_SECONDS:
                 rate = (step + 1 - since) / (now - last_logged)

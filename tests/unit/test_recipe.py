@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from pathlib import Path
@@ -11,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from sglang_dspark.recipe import batches, evaluate, export, features, generate, loss, train
+from sglang_dspark.demo.model import write_tokenizer
+from sglang_dspark.recipe import batches, cli, evaluate, export, features, generate, loss, train
 from sglang_dspark.recipe.draft import DraftConfig, DraftModel
 from sglang_dspark.recipe.features import Example
 from sglang_dspark.recipe.generate import Conversation
@@ -262,6 +264,25 @@ def test_loss_equals_the_formula() -> None:
     )
 
 
+def test_soft_cross_entropy_equals_its_formula() -> None:
+    """-Σ p log q over the candidates and one bucket for the rest."""
+    q = torch.tensor([[0.4, 0.3, 0.2, 0.1]])
+    vocabulary = loss.Vocabulary(
+        ids=torch.arange(4), num_candidates=2, sample_shift=0.0, column=torch.tensor([0, 1, 2, 2])
+    )
+    terms = loss.dspark_loss(
+        q.log(),
+        torch.zeros(1),
+        torch.tensor([0]),
+        torch.tensor([[0, 3]]),
+        torch.tensor([[0.5, 0.3]]),
+        torch.ones(1),
+        vocabulary,
+        loss.LossWeights(1.0, cross_entropy=0.0, distance=0.0, confidence=0.0),
+    )
+    assert float(terms.total) == pytest.approx(-(0.5 * math.log(0.4) + 0.5 * math.log(0.3)))
+
+
 def test_confidence_label_carries_no_gradient() -> None:
     logits = torch.randn(4, VOCAB, requires_grad=True)
     p = torch.randn(4, VOCAB).softmax(dim=-1)
@@ -365,6 +386,15 @@ def test_checkpoint_of_another_draft_is_refused(
     other = DraftModel(config)
     with pytest.raises(ValueError, match="markov_rank is 4, this run has 5"):
         train.train(other, shared_of(target), examples, small_config(), path, resume=True)
+
+
+def test_schedule() -> None:
+    """Up, constant, down to zero; the paper's loss at the end only."""
+    config = small_config(total_steps=100, warmup_steps=10, decay_fraction=0.4, final_fraction=0.2)
+    rates = [config.rate_at(step) / config.learning_rate for step in (0, 9, 59, 80, 99)]
+    assert rates == pytest.approx([0.1, 1.0, 1.0, 0.5, 1 / 40])
+    assert config.loss_at(79) == config.early_loss
+    assert config.loss_at(80) == loss.LossWeights()
 
 
 def test_training_lowers_the_loss(
@@ -478,6 +508,73 @@ def test_exported_names_and_fields(draft: DraftModel, tmp_path: Path) -> None:
     assert config["block_size"] == GAMMA and config["target_layer_ids"] == list(LAYER_IDS)
     assert config["markov_head_type"] == "vanilla" and config["markov_rank"] == 4
     assert config["num_target_layers"] == 4 and config["mask_token_id"] == 3
+
+
+# --- the command -------------------------------------------------------------------------------
+
+
+def test_one_command_runs_every_stage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a random target with a 16-token vocabulary, then again with --resume."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=16,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=1024,
+        initializer_range=0.3,
+        tie_word_embeddings=True,
+        eos_token_id=2,
+        pad_token_id=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "target")
+    tokens = ["<e>", "<s>", "<p>", *"abcdefghijkl", "Ġ"]
+    fields = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3, 3, 3, *[1] * 13],
+        "tokenizer.ggml.merges": [],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.padding_token_id": 2,
+        "tokenizer.chat_template": "<s>{{ messages[0]['content'] }}<p><s>a",
+        "llama.context_length": 1024,
+    }
+    write_tokenizer(fields, tmp_path / "target")
+    small = functools.partial(generate.GenerateConfig, batch_rows=8, max_answer_tokens=24)
+    monkeypatch.setattr(generate, "GenerateConfig", small)
+    monkeypatch.setattr(evaluate, "PROMPTS", {"chat": ("a bad cab", "feed a")})
+    arguments = ["--out", str(tmp_path / "draft"), "--minutes", "0.03", "--threads", "1"]
+    arguments += ["--model", str(tmp_path / "target"), "--work-dir", str(tmp_path / "work")]
+    assert cli.main([*arguments, "--mask-token", "<e>"]) == 0
+    assert "| all |" in capsys.readouterr().out
+    draft = export.load_draft(tmp_path / "draft")
+    assert draft.config.vocab_size == 16 and draft.config.target_layer_ids == (2,)
+    text = (tmp_path / "draft" / "README.md").read_text()
+    assert "| chat |" in text and str(tmp_path) not in text
+
+    assert cli.main([*arguments, "--mask-token", "<e>"]) == 1
+    assert "is not empty; pass --resume" in capsys.readouterr().err
+    assert cli.main([*arguments, "--mask-token", "<e>", "--resume"]) == 0
+    again = export.load_draft(tmp_path / "draft")
+    assert_same_weights(draft, again)
+    assert cli.main([*arguments, "--mask-token", "a b", "--resume"]) == 1
+    assert "--mask-token is 'a b', 3 tokens" in capsys.readouterr().err
+
+
+def test_layer_ids_spread_over_the_target() -> None:
+    assert cli.spread_layer_ids(30, 4) == (2, 11, 20, 28)
+    assert cli.spread_layer_ids(4, 4) == (2,)
+    assert cli.spread_layer_ids(36, 5) == (2, 10, 18, 26, 34)
 
 
 def test_the_last_target_layer_is_refused(target: FastLlama) -> None:
