@@ -39,6 +39,7 @@ class PackedWeight:
         self.address = weight.data_ptr()
         self.dtype = weight.dtype
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS_HINT)
+        self.few = torch.zeros(MIN_ROWS, weight.shape[1], dtype=weight.dtype)
 
     def serves(self, weight: torch.Tensor, x: torch.Tensor) -> bool:
         """False if the layer has been given another weight since, or x is not for this."""
@@ -49,7 +50,8 @@ class PackedWeight:
         rows = x.reshape(-1, x.shape[-1])
         count = rows.shape[0]
         if count < MIN_ROWS:
-            rows = torch.nn.functional.pad(rows, (0, 0, 0, MIN_ROWS - count))
+            self.few[:count] = rows
+            rows = self.few
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
             rows, self.packed, bias, "none", [], ""
         )
