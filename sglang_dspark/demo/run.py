@@ -44,13 +44,17 @@ Sampling = dict[str, Any]
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """What the user chose. draft: None for the shipped one; json_file: None for no file."""
+    """What the user chose.
+
+    draft: None for the shipped one; gamma: None for the draft's own; json_file: None for no file.
+    """
 
     prompt: str
     max_new_tokens: int
     temperature: float
     dtype: str
     draft: Path | None
+    gamma: int | None
     repetitions: int
     json_file: Path | None
 
@@ -106,7 +110,7 @@ def run_demo(options: DemoOptions, console: Console, logs: Path) -> DemoResult:
     if not draft.is_dir():
         raise DemoError(f"the draft checkpoint {draft} does not exist; name one with --draft PATH")
     target = prepare_demo_model(options.dtype)
-    spec = check_pair(target, draft)
+    spec = check_pair(target, draft, options.gamma)
     device = describe_device()
     console.print(
         f"sglang-dspark {__version__} on SGLang {version('sglang')}, {device}, {options.dtype}",
@@ -120,6 +124,8 @@ def run_demo(options: DemoOptions, console: Console, logs: Path) -> DemoResult:
         *("--speculative-algorithm", ALGORITHM.value),
         *("--speculative-draft-model-path", str(draft)),
     ]
+    if options.gamma is not None:
+        drafting += [config.BLOCK_SIZE_FLAG, str(options.gamma)]
     console.rule(f"1 of 2: {spec.algorithm} ({spec.mode}), {spec.gamma} drafts a round")
     speculative = measure([*common, *drafting], conversation, logs / "speculative.log", console)
     console.rule("2 of 2: the same server without speculation")
@@ -142,7 +148,7 @@ def run_demo(options: DemoOptions, console: Console, logs: Path) -> DemoResult:
     )
 
 
-def check_pair(target: Path, draft: Path) -> config.SpecConfig:
+def check_pair(target: Path, draft: Path, gamma: int | None) -> config.SpecConfig:
     """What the server will resolve from our flags; raises `ConfigError` before one is started."""
     model = json.loads((target / "config.json").read_text())
     args = SimpleNamespace(
@@ -151,7 +157,7 @@ def check_pair(target: Path, draft: Path) -> config.SpecConfig:
         speculative_eagle_topk=None,
         speculative_draft_model_path=str(draft),
         speculative_num_draft_tokens=None,
-        speculative_dspark_block_size=None,
+        speculative_dspark_block_size=gamma,
     )
     return config.resolve(
         args,

@@ -8,6 +8,7 @@ import math
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args
 
@@ -53,6 +54,7 @@ def test_demo_takes_its_arguments():
         ("--max-new-tokens", "1"),  # the first token is not counted: nothing would be left
         ("--max-new-tokens", "x"),
         ("--repetitions", "0"),
+        ("--gamma", "0"),
         ("--temperature", "-1"),
         ("--temperature", "nan"),
         ("--dtype", "int8"),
@@ -229,6 +231,7 @@ def options(**changes: Any) -> run.DemoOptions:
         "temperature": 0.0,
         "dtype": "float32",
         "draft": None,
+        "gamma": None,
         "repetitions": 1,
         "json_file": None,
     }
@@ -288,9 +291,16 @@ def test_the_first_signal_stops_and_later_ones_cannot_cut_the_clean_up():
 
 def test_a_child_that_nobody_knows_of_is_ended():
     command = ["sleep", "600"]
-    with subprocess.Popen(command) as older:
+    older = psutil.Popen(command)
+    try:
         with run._no_child_left():
-            child = psutil.Process(subprocess.Popen(command, start_new_session=True).pid)
-        assert not child.is_running()
-        assert older.poll() is None  # not ours to end
+            child = psutil.Popen(command, start_new_session=True)
+        try:
+            assert not psutil.pid_exists(child.pid)
+            assert older.is_running()  # not ours to end
+        finally:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+    finally:
         older.kill()
+        older.wait()
