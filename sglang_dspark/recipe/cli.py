@@ -154,6 +154,7 @@ def new_draft(
     answers: list[Tensor] = [example.ids[example.answer_start :] for example in examples]
     init_markov(
         draft,
+        target.embed,
         torch.cat(answers),
         torch.cat([example.topk_ids for example in examples]),
         torch.cat([example.topk_probs for example in examples]),

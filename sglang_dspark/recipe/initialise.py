@@ -8,6 +8,10 @@ from torch import Tensor
 from sglang_dspark.recipe.draft import DraftConfig, DraftModel
 from sglang_dspark.recipe.target import FastLlama
 
+# The most frequent ids that the bigram matrix holds: 6000 * 8000 floats are 192 MB.
+MAX_TOKENS = 6000
+MAX_COLUMNS = 8000
+
 
 @torch.no_grad()
 def init_from_target(
@@ -22,6 +26,8 @@ def init_from_target(
     reads the same context vectors, so there is one norm weight g (of the target layer that would
     read the last feature); where a target layer has another weight n, the ratio n / g moves into
     its q, k and v columns, which leaves what it computes from the same input unchanged.
+
+    The first layer's MLP is the target's first: both are the first to read raw embeddings.
     """
     torch.manual_seed(seed)
     draft = DraftModel(config).to(target.device)
@@ -36,10 +42,11 @@ def init_from_target(
     head_dim, q_rows = config.head_dim, config.num_attention_heads * config.head_dim
     kv_rows = config.num_key_value_heads * head_dim
     sources = target.layers[len(target.layers) - config.num_hidden_layers :]
-    for layer, source in zip(draft.decoder_layers, sources, strict=True):
+    mlps = [target.layers[0], *sources[1:]]
+    for layer, source, mlp_source in zip(draft.decoder_layers, sources, mlps, strict=True):
         attention, mlp = layer.self_attn, layer.mlp
         layer.input_layernorm.weight.copy_(shared)
-        layer.post_attention_layernorm.weight.copy_(source.mlp_norm)
+        layer.post_attention_layernorm.weight.copy_(mlp_source.mlp_norm)
         qkv = source.qkv.float() * (source.input_norm.float() / shared)
         q, k, v = qkv.split([q_rows, kv_rows, kv_rows])
         attention.q_proj.weight.copy_(q)
@@ -49,10 +56,10 @@ def init_from_target(
         for norm, weight in ((attention.q_norm, q), (attention.k_norm, k)):
             # RMSNorm forgets the scale of q and k, and with it how sharp the attention is.
             norm.weight.fill_((context @ weight.T).square().mean().sqrt().item())
-        gate, up = source.gate_up.chunk(2)
+        gate, up = mlp_source.gate_up.chunk(2)
         mlp.gate_proj.weight.copy_(gate)
         mlp.up_proj.weight.copy_(up)
-        mlp.down_proj.weight.copy_(source.down)
+        mlp.down_proj.weight.copy_(mlp_source.down)
     draft.markov_head.markov_w2.weight.zero_()
     draft.markov_head.markov_w1.weight.normal_(std=config.markov_rank**-0.5)
     draft.confidence_head.proj.weight.zero_()
@@ -61,32 +68,61 @@ def init_from_target(
 
 
 @torch.no_grad()
-def init_markov(draft: DraftModel, previous: Tensor, topk_ids: Tensor, topk_probs: Tensor) -> None:
+def init_markov(
+    draft: DraftModel, embed: Tensor, previous: Tensor, topk_ids: Tensor, topk_probs: Tensor
+) -> None:
     """Set W1 and W2 from a truncated SVD of the corpus's bigram log ratios.
 
-    previous int64 [n]: the token at each position; topk_ids int64 and topk_probs float [n, k]: the
-    target's distribution of the next one, averaged over all positions with the same token.
-    Entry (x, y) = log(P(y | x) / P(y)), positive part only (PPMI), damped by how often x was
-    seen: a token seen twice has said little about what follows.
+    embed [V, H]: the target's embedding. previous int64 [n]: the token at each position; topk_ids
+    int64 and topk_probs float [n, k]: the target's distribution of the next one.
+
+    With P(y | x) the mean over all positions that hold x, entry (x, y) is log(P(y | x) / P(y)),
+    its positive part only (PPMI), damped by how often x was seen: a token seen twice has said
+    little about what follows. Tokens that the corpus hardly has get the row that a linear map of
+    their embedding predicts.
     """
     vocab, rank = draft.config.vocab_size, draft.config.markov_rank
-    tokens, rows = previous.unique(return_inverse=True)
-    columns_seen, columns = topk_ids.unique(return_inverse=True)
-    if min(len(tokens), len(columns_seen)) <= rank:
+    seen = previous.bincount(minlength=vocab).float()
+    likely = torch.zeros(vocab).index_add_(0, topk_ids.flatten(), topk_probs.float().flatten())
+    tokens, columns = (
+        mass.topk(min(limit, int((mass > 0).sum()))).indices
+        for mass, limit in ((seen, MAX_TOKENS), (likely, MAX_COLUMNS))
+    )
+    if min(len(tokens), len(columns)) <= rank:
         return  # too little text to say anything; W2 stays zero
-    shape = (len(tokens), len(columns_seen))
-    flat = rows[:, None] * shape[1] + columns
-    joint = torch.zeros(shape[0] * shape[1])
-    joint = joint.index_add_(0, flat.flatten(), topk_probs.float().flatten()).view(shape)
+    # Ids outside the two lists go to one more row and column, which are cut off again.
+    row_of, column_of = (torch.full((vocab,), len(ids)) for ids in (tokens, columns))
+    row_of[tokens] = torch.arange(len(tokens))
+    column_of[columns] = torch.arange(len(columns))
+    width = len(columns) + 1
+    flat = row_of[previous][:, None] * width + column_of[topk_ids]
+    joint = torch.zeros((len(tokens) + 1) * width)
+    joint.index_add_(0, flat.flatten(), topk_probs.float().flatten())
+    joint = joint.view(-1, width)[:-1, :-1]
     count = joint.sum(dim=1, keepdim=True)
     marginal = joint.sum(dim=0, keepdim=True) / joint.sum()
     ratio = (joint / (count * marginal).clamp(min=1e-9)).clamp(min=1.0).log()
     ratio *= count / (count + 5.0)
     u, s, v = torch.svd_lowrank(ratio, q=rank, niter=3)
     root = s.sqrt()
-    w1 = torch.zeros(vocab, rank)
-    w2 = torch.zeros(vocab, rank)
-    w1[tokens] = u * root
-    w2[columns_seen] = v * root
+    embed = embed.float().cpu()
+    w1 = _extend(embed, tokens, u * root, count.squeeze(1))
+    w2 = _extend(embed, columns, v * root, joint.sum(dim=0))
     draft.markov_head.markov_w1.weight.copy_(w1)
     draft.markov_head.markov_w2.weight.copy_(w2)
+
+
+def _extend(embed: Tensor, ids: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
+    """Rows for the whole vocabulary from those of `ids`, by ridge regression on the embedding.
+
+    embed [V, H], ids int64 [n], rows [n, r], counts [n] -> [V, r]. A row that was seen c times
+    keeps c / (c + 3) of itself.
+    """
+    weight = counts.clamp(max=50.0).sqrt()[:, None]
+    x, y = embed[ids] * weight, rows * weight
+    ridge = 0.1 * x.square().sum() / x.shape[1]
+    eye = torch.eye(x.shape[1])
+    result: Tensor = embed @ torch.linalg.solve(x.T @ x + ridge * eye, x.T @ y)
+    kept = (counts / (counts + 3.0))[:, None]
+    result[ids] = kept * rows + (1 - kept) * result[ids]
+    return result

@@ -407,6 +407,7 @@ def test_training_lowers_the_loss(
 
 def test_draft_layers_start_as_the_targets_last(target: FastLlama, examples: list[Example]) -> None:
     """The folded norms leave what a target layer computes from its input unchanged."""
+    first = target.layers[0]
     config = DraftConfig.for_target(target, LAYER_IDS, 3)
     draft = init_from_target(config, target, examples[0].features, seed=0)
     x = torch.randn(5, 16)
@@ -415,16 +416,19 @@ def test_draft_layers_start_as_the_targets_last(target: FastLlama, examples: lis
         normed, attention = layer.input_layernorm(x), layer.self_attn
         found = [p(normed) for p in (attention.q_proj, attention.k_proj, attention.v_proj)]
         torch.testing.assert_close(torch.cat(found, dim=-1), expected, atol=1e-4, rtol=1e-4)
+    assert torch.equal(draft.decoder_layers[0].mlp.down_proj.weight, first.down)
+    assert torch.equal(draft.decoder_layers[1].mlp.down_proj.weight, target.layers[-1].down)
 
 
-def test_markov_init_prefers_what_followed(draft: DraftModel) -> None:
+def test_markov_init_prefers_what_followed(draft: DraftModel, target: FastLlama) -> None:
+    """Two groups of tokens, each followed by its own; rank 4 holds that, and no id stays empty."""
     previous = torch.arange(10).repeat(50)
-    following = (previous[:, None] + 20).expand(-1, 1)
-    init_markov(draft, previous, following, torch.ones(500, 1))
-    bias = draft.markov_head.bias(torch.arange(4))
-    wide = DraftModel(draft.config)
-    assert bias.shape == (4, VOCAB) and wide.markov_head.markov_w1.weight.shape == (VOCAB, 4)
-    assert bool((bias.abs().sum(dim=0)[:20] == 0).all())
+    following = torch.where(previous < 5, 20, 30)[:, None] + torch.arange(5)
+    init_markov(draft, target.embed, previous, following, torch.full((500, 5), 0.2))
+    bias = draft.markov_head.bias(torch.arange(10))
+    assert bool((bias[:5, 20:25].min() > bias[:5, 30:35].max()).all())
+    assert bool((bias[5:, 30:35].min() > bias[5:, 20:25].max()).all())
+    assert bool((draft.markov_head.markov_w1.weight[10:].abs().sum(dim=1) > 0).all())
 
 
 # --- evaluation --------------------------------------------------------------------------------
