@@ -35,7 +35,7 @@ class LogitAdjuster:
     def start_requests(self, batch: ScheduleBatch) -> None:
         """Begin (or, after a retraction, begin again) to count the tokens of a prefill batch."""
         if self._penalties is None:
-            if not any(_has_penalty(req) for req in batch.reqs):
+            if not _any_penalty(batch):
                 return
             self._penalties = PenaltyTables.empty(
                 rows=self._runner.req_to_token_pool.req_to_token.shape[0],
@@ -53,7 +53,7 @@ class LogitAdjuster:
     ) -> None:
         """Adjust logits [R * W, V] in place; window_tokens: [R, W] int64, anchor first."""
         info = batch.sampling_info
-        if self._penalties is not None:
+        if self._penalties is not None and _any_penalty(batch):
             self._penalties.apply(logits, batch.req_pool_indices, window_tokens)
         if grammar_mask is not None:
             grammar_mask.apply(logits)
@@ -69,7 +69,7 @@ class LogitAdjuster:
 
         The bonus is the next anchor and is counted with the next round.
         """
-        if self._penalties is not None:
+        if self._penalties is not None and _any_penalty(batch):
             tokens = torch.cat([anchors.unsqueeze(1), verdict.tokens[:, :-1]], dim=1)
             self._penalties.count(batch.req_pool_indices, tokens, verdict.commit_lens)
 
@@ -170,6 +170,10 @@ class PenaltyTables:
         index = (req_rows.unsqueeze(1).expand_as(tokens), tokens)
         self.counts.index_put_(index, committed, accumulate=True)
         self.output_lens.index_add_(0, req_rows, lengths.to(self.output_lens.dtype))
+
+
+def _any_penalty(batch: ScheduleBatch) -> bool:
+    return any(_has_penalty(req) for req in batch.reqs)
 
 
 def _has_penalty(req: Req) -> bool:
