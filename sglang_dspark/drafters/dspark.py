@@ -10,7 +10,7 @@ states (fc, norm, then each layer's key and value projection); so to "commit" is
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +30,7 @@ from sglang.srt.speculative.draft_worker_common import (
     make_draft_block_spec_info,
 )
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-from sglang.srt.speculative.spec_utils import draft_pp_context, draft_tp_context
+from sglang.srt.speculative.spec_utils import draft_tp_context
 from sglang.srt.utils.common import async_h2d
 
 from sglang_dspark.drafters.base import DraftBlock, RoundState
@@ -38,8 +38,6 @@ from sglang_dspark.drafters.checkpoints import DraftCheckpoint
 from sglang_dspark.verify.sampling import SamplingParams, distribution, draw
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.tp_worker import TpModelWorker
     from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
@@ -96,13 +94,13 @@ class DSparkDrafter:
             draft_token_num=self.gamma, device=self.device
         )
 
-    @contextmanager
-    def context(self) -> Iterator[None]:
-        """The draft's parallel groups, inside which its model is built, captured and run."""
-        with ExitStack() as stack:
-            stack.enter_context(draft_pp_context())
-            stack.enter_context(draft_tp_context(self.layout))
-            yield
+    def context(self) -> AbstractContextManager[None]:
+        """The draft's parallel group, inside which its model is built, captured and run.
+
+        Its pipeline is the target's: one stage, since `config` refuses more.
+        """
+        group: AbstractContextManager[None] = draft_tp_context(self.layout)
+        return group
 
     def prefill(self, batch: ScheduleBatch, aux_hidden: torch.Tensor, kv_plan: KVLocPlan) -> None:
         """aux_hidden: [tokens, F * H]; the tokens of request i start at prefix_lens[i]."""
