@@ -87,16 +87,22 @@ def write_random(
     head: str = "vanilla",
     vocab: int = VOCAB,
     seed: int = 0,
+    head_scale: float = 1.0,
     feature_layers: tuple[int, ...] = (0, 2),
     **config_changes: Any,
 ) -> tuple[Path, Path]:
-    """Target and draft folders of a pair with random weights."""
+    """Target and draft folders of a pair with random weights.
+
+    head_scale: standard deviation of the LM head, which both use; a small one makes both
+    distributions flat, so that they overlap and sampled drafts are accepted now and then.
+    """
     torch.manual_seed(seed)
     target = LlamaForCausalLM(_target_config(vocab))
     with torch.no_grad():
         for name, weight in target.named_parameters():
             if weight.dim() > 1:
-                weight.normal_(0.0, 1.0 if "embed" in name or "lm_head" in name else 0.2)
+                scale = head_scale if "lm_head" in name else 1.0 if "embed" in name else 0.2
+                weight.normal_(0.0, scale)
     target_path = folder / "target"
     target.save_pretrained(target_path)
     generator = torch.Generator().manual_seed(seed + 1)

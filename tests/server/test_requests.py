@@ -30,7 +30,8 @@ def tokens(seed: int, length: int) -> list[int]:
 
 
 PROMPT = tokens(1, 30)
-NEAR_LIMIT = [tokens(i, CONTEXT - i) for i in range(1, 9)]
+# Prompts with room for 1 to 8 more tokens; a full window is 8 tokens wide.
+NEAR_LIMIT = [(tokens(i, CONTEXT - i), i) for i in range(1, 9)]
 
 # Parameters of one request each; all greedy, all compared with the yardstick.
 ASKED = {
@@ -76,7 +77,7 @@ def expected(noisy_pair, tmp_path_factory):
     with serve(noisy_pair[0], [*ARGS, "--disable-overlap-schedule"], log) as server:
         return {
             "asked": {name: ask(server, params) for name, params in ASKED.items()},
-            "near limit": [generate(server, p, 20)["output_ids"] for p in NEAR_LIMIT],
+            "near limit": [generate(server, *near)["output_ids"] for near in NEAR_LIMIT],
             "logprobs": logprobs(server),
             "long": generate(server, PROMPT, 150)["output_ids"],
         }
@@ -113,10 +114,10 @@ def test_the_parameters_do_something(expected):
 
 def test_prompts_that_end_before_the_context_limit(server, expected):
     """A window may run past the limit; tokens up to it are right, alone and in one batch."""
-    alone = [generate(server, p, 20)["output_ids"] for p in NEAR_LIMIT]
+    alone = [generate(server, *near)["output_ids"] for near in NEAR_LIMIT]
     assert alone == expected["near limit"]
     with ThreadPoolExecutor(8) as pool:
-        batch = list(pool.map(lambda p: generate(server, p, 20)["output_ids"], NEAR_LIMIT))
+        batch = list(pool.map(lambda near: generate(server, *near)["output_ids"], NEAR_LIMIT))
     assert batch == expected["near limit"]
     assert_no_leak(server)
 
