@@ -7,7 +7,9 @@ live ones, so a leak through padding, masks or a neighbour shows as NaN.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -137,6 +139,15 @@ def assert_matches(batch: Batch, kind: Kind = CAUSAL, logit_cap: float = 0.0) ->
 
 
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """What MKL_CBWR does for servers: the same kernels on every thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @BOTH
@@ -279,6 +290,36 @@ def test_a_row_does_not_depend_on_its_window_or_its_batch(dtype: torch.dtype) ->
             alone = batch.only(request, row)
             torch.testing.assert_close(out[m], alone, rtol=1e-2, atol=4e-7)
             m += 1
+
+
+@BOTH
+@pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (4, 4), (14, 2)])
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() != "AVX512"
+    or "AuthenticAMD" not in Path("/proc/cpuinfo").read_text(),
+    reason="MKL's order of sums was looked at on an AMD CPU with AVX-512 only",
+)
+def test_a_row_keeps_every_bit_in_any_window_and_batch(
+    dtype: torch.dtype, heads: int, kv_heads: int, one_thread: None
+) -> None:
+    # Lengths around those at which MKL changes the order of its sums: 192, 384, 512.
+    lens = [5, 190, 192, 193, 200, 383, 384, 385, 500, 512, 530, 710]
+    batch = make_batch(
+        [4, 1, 8, 3, 5, 2, 4, 7, 1, 6, 4, 2], lens, heads=heads, kv_heads=kv_heads, dtype=dtype
+    )
+    out = batch.attend()
+    m = 0
+    for request, q_len in enumerate(batch.q_lens.tolist()):
+        for row in range(q_len):
+            assert torch.equal(out[m], batch.only(request, row)), (lens[request], row)
+            m += 1
+
+
+def test_extend_in_chunks_gives_the_rows_of_extend_at_once() -> None:
+    whole = make_batch([300], [300], heads=4, kv_heads=2)
+    rest = make_batch([100], [300], heads=4, kv_heads=2)
+    rest.q, rest.k_cache, rest.v_cache = whole.q[200:], whole.k_cache, whole.v_cache
+    torch.testing.assert_close(rest.attend(), whole.attend()[200:], rtol=1e-4, atol=4e-7)
 
 
 def test_requests_of_unequal_length_keep_their_place() -> None:

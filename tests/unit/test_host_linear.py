@@ -58,8 +58,12 @@ def test_packed_layer_computes_what_linear_computes(dtype: torch.dtype, count: i
 
 
 @BOTH
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() != "AVX512" or torch.cpu._is_amx_tile_supported(),
+    reason="seen with oneDNN's AVX-512 kernels, not promised by others",
+)
 def test_a_row_comes_out_the_same_in_every_batch(dtype: torch.dtype) -> None:
-    # What makes verified logits equal to decoded ones.
+    # What makes verified logits equal to decoded ones, to the last bit.
     packed = PackedWeight(rows(576, 1536, dtype))
     x = rows(64, 1536, dtype)
     together = packed.apply(x, None)
