@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 import reference
 import sglang_dspark
 from servers import COMMON, assert_no_leak, generate, generate_all, serve, speculative
+from sglang_dspark.cli import DEFAULT_PROMPT
 from sglang_dspark.demo.model import prepare_demo_model
 
 pytestmark = pytest.mark.server
@@ -121,8 +122,12 @@ def test_sixteen_requests_equal_no_speculation(server, requests, expected):
     assert_no_leak(server)
 
 
-def test_the_shipped_draft_helps(server, requests):
-    prompt, _ = requests[0]
+def test_the_shipped_draft_helps_on_the_demos_prompt(server, tokenizer):
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": DEFAULT_PROMPT}],
+        add_generation_prompt=True,
+        return_dict=False,
+    )
     meta = generate(server, prompt, 100)["meta_info"]
     assert meta["spec_accept_length"] > 1.3
 
