@@ -254,7 +254,7 @@ def _time_once(server: Server, conversation: Conversation) -> Repetition:
     for length in (1, conversation.options.max_new_tokens):
         request = conversation.request(conversation.prompt_ids, length)
         started = time.perf_counter()
-        answer = server.post("/generate", request)
+        answer = server.post("/generate", request, timeout_s=300.0 + length)
         times.append(time.perf_counter() - started)
     assert answer is not None
     return Repetition(tuple(answer["output_ids"]), times[1], times[0])
@@ -268,6 +268,8 @@ def _request_errors(server: Server) -> Iterator[None]:
     except urllib.error.HTTPError as error:
         body = error.read().decode(errors="replace").strip()
         raise DemoError(f"the server answered {error.code}: {body}") from error
+    except BrokenPipeError:
+        raise  # our own output: whoever read it has gone
     except (OSError, http.client.HTTPException) as error:
         raise ServerError(f"the server stopped answering ({error}):\n{server.tail()}") from error
 
