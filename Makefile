@@ -33,8 +33,9 @@ help:
 demo: $(STAMP)
 	@$(VENV)/bin/sglang-dspark demo $${PROMPT:+--prompt="$$PROMPT"} $(DEMO_ARGS)
 
+# importlib: test files of the same name in different folders are different modules.
 test: lint
-	$(VENV)/bin/python -m pytest --durations=15 $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest --import-mode=importlib --durations=15 $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
