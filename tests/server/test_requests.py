@@ -10,6 +10,7 @@ import http.client
 import json
 import random
 import time
+import urllib.error
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -29,9 +30,10 @@ def tokens(seed: int, length: int) -> list[int]:
     return [rng.randrange(micro.VOCAB - 1) for _ in range(length)]
 
 
-PROMPT = tokens(1, 30)
-# Prompts with room for 1 to 8 more tokens; a full window is 8 tokens wide.
-NEAR_LIMIT = [(tokens(i, CONTEXT - i), i) for i in range(1, 9)]
+PROMPT = tokens(3, 30)
+# Prompts with room for 1 to 12 more tokens; a full window is 8 tokens wide. SGLang itself refuses
+# prompts that end within its safety margin of 6 tokens; speculation must not widen that margin.
+NEAR_LIMIT = [(tokens(i, CONTEXT - i), i) for i in range(1, 13)]
 
 # Parameters of one request each; all greedy, all compared with the yardstick.
 ASKED = {
@@ -39,13 +41,11 @@ ASKED = {
     "one token": {"max_new_tokens": 1},
     "stop token": {"stop_token_ids": list(range(0, 48, 5)), "ignore_eos": False},
     "frequency penalty": {"frequency_penalty": 1.5},
-    "presence penalty": {"presence_penalty": 1.5},
+    "presence penalty": {"presence_penalty": 2.0},
     "repetition penalty": {"repetition_penalty": 1.8},
-    "all penalties": {
-        "frequency_penalty": 0.4,
-        "presence_penalty": 0.7,
-        "repetition_penalty": 1.2,
-    },
+    # Not with a repetition penalty: SGLang without overlap applies the two kinds in the order of
+    # a set of classes, which differs from process to process.
+    "two penalties": {"frequency_penalty": 0.4, "presence_penalty": 0.7},
     "logit bias": {"logit_bias": {"3": 4.0, "11": -100.0, "20": -3.0}},
 }
 
@@ -53,6 +53,15 @@ ASKED = {
 def ask(server: Server, params: dict) -> list[int]:
     params = {"max_new_tokens": 80, **params}
     return generate(server, PROMPT, params.pop("max_new_tokens"), **params)["output_ids"]
+
+
+def near_limit(server: Server, request: tuple[list[int], int]) -> list[int] | str:
+    """Output of a request that fills the context, or the status with which it is refused."""
+    try:
+        output: list[int] = generate(server, *request)["output_ids"]
+        return output
+    except urllib.error.HTTPError as error:
+        return f"HTTP {error.code}"
 
 
 def logprobs(server: Server) -> tuple[list[float], list[list[tuple[float, int]]]]:
@@ -77,7 +86,7 @@ def expected(noisy_pair, tmp_path_factory):
     with serve(noisy_pair[0], [*ARGS, "--disable-overlap-schedule"], log) as server:
         return {
             "asked": {name: ask(server, params) for name, params in ASKED.items()},
-            "near limit": [generate(server, *near)["output_ids"] for near in NEAR_LIMIT],
+            "near limit": [near_limit(server, request) for request in NEAR_LIMIT],
             "logprobs": logprobs(server),
             "long": generate(server, PROMPT, 150)["output_ids"],
         }
@@ -108,17 +117,19 @@ def test_parameters_together_in_one_batch(server, expected):
 def test_the_parameters_do_something(expected):
     """Otherwise the two tests above would prove nothing."""
     plain = expected["asked"]["plain"]
-    assert all(v != plain for n, v in expected["asked"].items() if n != "plain")
+    idle = [name for name, output in expected["asked"].items() if output == plain]
+    assert idle == ["plain"]
     assert len(expected["asked"]["stop token"]) < 20
 
 
 def test_prompts_that_end_before_the_context_limit(server, expected):
     """A window may run past the limit; tokens up to it are right, alone and in one batch."""
-    alone = [generate(server, *near)["output_ids"] for near in NEAR_LIMIT]
+    alone = [near_limit(server, request) for request in NEAR_LIMIT]
     assert alone == expected["near limit"]
     with ThreadPoolExecutor(8) as pool:
-        batch = list(pool.map(lambda near: generate(server, *near)["output_ids"], NEAR_LIMIT))
+        batch = list(pool.map(lambda request: near_limit(server, request), NEAR_LIMIT))
     assert batch == expected["near limit"]
+    assert sum(not isinstance(outcome, str) for outcome in batch) >= 6
     assert_no_leak(server)
 
 
