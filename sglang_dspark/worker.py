@@ -119,6 +119,8 @@ class SpecWorker(BaseSpecWorker):
         """One decode round of every request in the batch."""
         state = self._state(batch)
         block = self.drafter.propose(state)
+        if block.confidence_logits is not None:
+            self._records.keep_confidence(block.confidence_logits)
         window_tokens = torch.cat([state.anchors.unsqueeze(1), block.tokens], dim=1)
         grammar = GrammarTree.from_linear_chain(window_tokens) if batch.has_grammar else None
 

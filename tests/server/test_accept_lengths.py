@@ -16,11 +16,16 @@ pytestmark = pytest.mark.server
 PROMPT = [2, 6, 10, 14, 18, 22, 26, 30, 3, 8]
 
 
-def rounds(server: Server, prompt: list[int], length: int) -> tuple[list[int], list[int]]:
-    """Output of one request alone, and the accept length of each of its rounds."""
+def run_alone(server: Server, prompt: list[int], length: int) -> tuple[list[int], dict]:
+    """Output of one request alone, and the worker's records of its rounds."""
     server.post("/set_internal_state", {"server_args": {"dspark_clear_info_records": True}})
     tokens = generate(server, prompt, length)["output_ids"]
-    record = server.get("/server_info")["internal_states"][0]["dspark_info_record"]
+    return tokens, server.get("/server_info")["internal_states"][0]["dspark_info_record"]
+
+
+def rounds(server: Server, prompt: list[int], length: int) -> tuple[list[int], list[int]]:
+    """Output of one request alone, and the accept length of each of its rounds."""
+    tokens, record = run_alone(server, prompt, length)
     return tokens, [batch[0] for batch in record["accept_lens"]]
 
 
@@ -65,9 +70,14 @@ def test_every_round_equals_the_plain_pytorch_loop(head, noise, tmp_path):
         for prompt_length, length in ((1, 20), (10, 60), (50, 100)):
             prompt = torch.randint(micro.VOCAB - 1, (prompt_length,), generator=generator).tolist()
             expected = reference.speculate(model, draft, prompt, length)
-            tokens, accept_lens = rounds(server, prompt, length)
+            tokens, record = run_alone(server, prompt, length)
+            accept_lens = [batch[0] for batch in record["accept_lens"]]
             assert len(set(expected.accept_lens)) > 1, "a constant would prove little"
             assert tokens == expected.tokens
             assert accept_lens[: len(expected.accept_lens)] == expected.accept_lens
             # Under overlap one more round may run before the end is noticed.
             assert len(accept_lens) <= len(expected.accept_lens) + 1
+            # The last rounds' confidence logits are kept; the newest may be of a round too many.
+            kept = [batch[0] for batch in record["confidence_logits"]]
+            last = expected.confidences[-1].tolist()
+            assert any(logits == pytest.approx(last, abs=1e-3) for logits in kept[-3:])
