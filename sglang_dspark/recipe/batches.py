@@ -59,13 +59,18 @@ def make_batch(
     examples: list[Example], anchors: list[Tensor], gamma: int, mask_token_id: int
 ) -> Batch:
     """Pad and stack. anchors[i] int64 [A_i]: answer positions of examples[i]."""
-    length = max(len(example.ids) for example in examples)
+    # Few different shapes: a CPU matrix library prepares (and caches) a kernel for each new one.
+    length = round_up(max(len(example.ids) for example in examples), 64)
     count = max(len(chosen) for chosen in anchors)
     rows = [
         _one_sequence(example, chosen, length, count, gamma, mask_token_id)
         for example, chosen in zip(examples, anchors, strict=True)
     ]
     return Batch(**{name: torch.stack([row[name] for row in rows]) for name in rows[0]})
+
+
+def round_up(value: int, step: int) -> int:
+    return -(-value // step) * step
 
 
 def _one_sequence(

@@ -25,6 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sglang_dspark.recipe.batches import round_up
+
 
 @dataclass(frozen=True)
 class LossWeights:
@@ -65,7 +67,8 @@ def choose_vocabulary(
     num_sampled: int,
     generator: torch.Generator,
 ) -> Vocabulary:
-    """Candidates are frequent ∪ wanted; num_sampled others are drawn (with replacement)."""
+    """Candidates are frequent ∪ wanted; at least num_sampled others are drawn (with replacement),
+    and as many more as make the sum a multiple of 256 (see round_up in batches.py)."""
     device = wanted.device
     column = torch.full((vocab_size,), -1, dtype=torch.int64, device=device)
     column[frequent] = 0
@@ -77,6 +80,7 @@ def choose_vocabulary(
     others = (column == count).nonzero().squeeze(1)
     if num_sampled == 0 or len(others) == 0:
         return Vocabulary(candidates, count, 0.0, column)
+    num_sampled = round_up(count + num_sampled, 256) - count
     drawn = torch.randint(len(others), (num_sampled,), generator=generator).to(device)
     shift = math.log(len(others) / num_sampled)
     return Vocabulary(torch.cat([candidates, others[drawn]]), count, shift, column)
@@ -97,7 +101,7 @@ def dspark_loss(
     vocabulary: Vocabulary,
     loss_weights: LossWeights,
 ) -> LossTerms:
-    """The loss over R valid rows."""
+    """The loss over R rows; rows of weight 0 need valid ids, and do not count."""
     count = vocabulary.num_candidates
     has_rest = logits.shape[1] > count
     logits = logits.float()

@@ -111,19 +111,20 @@ def compute_loss(
     with torch.autocast(batch.block_ids.device.type, dtype=torch.bfloat16, enabled=autocast):
         context = draft.project_context(batch.features.float())
         embeds = F.embedding(batch.block_ids, shared.embed).float()
-        hidden = draft(embeds, batch.positions, context, batch.mask)[valid]
-        previous = batch.previous[valid]
+        hidden = draft(embeds, batch.positions, context, batch.mask).flatten(0, 1)
+        previous = batch.previous.flatten()
         base = F.linear(hidden, shared.head[vocabulary.ids].to(hidden.dtype))
         bias = draft.markov_head.bias(previous, vocabulary.ids)
         confidence = draft.confidence_head(hidden, draft.markov_head.markov_w1(previous))
-    rows = torch.arange(gamma, device=valid.device).repeat(valid.shape[1] // gamma)
+    rows = torch.arange(gamma, device=valid.device).repeat(valid.numel() // gamma)
     return dspark_loss(
         base.float() + bias.float(),
         confidence,
-        batch.labels[valid],
-        batch.topk_ids[valid],
-        batch.topk_probs[valid],
-        position_weights(rows.expand_as(valid)[valid], gamma),
+        batch.labels.flatten(),
+        batch.topk_ids.flatten(0, 1),
+        batch.topk_probs.flatten(0, 1),
+        # Weight 0 rather than left out: the same shapes every step.
+        position_weights(rows, gamma) * valid.flatten(),
         vocabulary,
         weights,
     )
