@@ -14,6 +14,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from sglang_dspark import __version__, config
+from sglang_dspark.drafters.checkpoints import read_checkpoint
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.hooking import Hook
 
@@ -80,6 +81,12 @@ def hooks() -> tuple[Hook, ...]:
 
     common = (
         Hook(
+            "sglang.srt.arg_groups.speculative_hook._resolve_speculative_algorithm_alias",
+            "AROUND",
+            _check_draft_first,
+            "SGLang opens the draft here, and tells a bad path with a traceback of its own",
+        ),
+        Hook(
             "sglang.srt.arg_groups.speculative_hook._handle_dspark",
             "AROUND",
             _resolve_dspark,
@@ -118,6 +125,19 @@ def assert_hooks_applied() -> None:
             f"SGLang did not apply the hook on {missing[0]} (see its log above): is this "
             f"sglang {SGLANG_VERSION}, and does SGLANG_PLUGINS include sglang_dspark?"
         )
+
+
+def _check_draft_first(
+    original: Callable[..., str | None],
+    algorithm: str | None,
+    draft_path: str | None,
+    *args: Any,
+    **kwargs: Any,
+) -> str | None:
+    """Read the draft's config.json ourselves, before SGLang does."""
+    if draft_path is not None and str(algorithm).upper() in list(config.Algorithm):
+        read_checkpoint(draft_path, flag=config.DRAFT_PATH_FLAG)
+    return original(algorithm, draft_path, *args, **kwargs)
 
 
 def _resolve_dspark(original: Callable[[Any], None], server_args: Any) -> None:
