@@ -262,11 +262,13 @@ def test_a_server_that_does_not_start_ends_the_demo_with_its_log(tmp_path, monke
     def run_demo(*args: Any) -> None:
         run.measure([], FakeConversation(), args[2] / "server.log", args[1])  # type: ignore
 
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # the log stays for the user
     monkeypatch.setattr(run, "Server", Broken)
     monkeypatch.setattr(run, "run_demo", run_demo)
     assert run.run_command(options()) == 1
     error = capsys.readouterr().err
     assert "stopped while starting" in error and "no weights here" in error
+    assert [path.name for path in tmp_path.glob("*/*")] == ["server.log"]
 
 
 def test_a_server_that_stops_answering_is_told_with_its_log(tmp_path):
