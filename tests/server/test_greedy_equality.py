@@ -62,7 +62,11 @@ def server(request, noisy_pair, tmp_path_factory):
     log = tmp_path_factory.mktemp("log") / "server.log"
     args = [*MICRO, *speculative(draft), *CONFIGS[request.param]]
     # Count every slot at every step: a leak stops the server at once.
-    with serve(target, args, log, SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY="1") as server:
+    environ = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
+    if "--max-total-tokens" in args:
+        # When the pool runs full depends on timing; some retractions come without fail.
+        environ |= {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "25"}
+    with serve(target, args, log, **environ) as server:
         yield server
 
 
@@ -89,4 +93,4 @@ def test_speculation_helped_and_the_radix_cache_was_hit(server: Server):
 def test_a_small_pool_retracted_requests(server: Server):
     """The configurations with a small pool are there for this; elsewhere nothing is retracted."""
     small = "--max-total-tokens" in server.command
-    assert ("KV cache pool is full. Retract" in server.log.read_text()) == small
+    assert ("#retracted_reqs" in server.log.read_text()) == small
