@@ -35,7 +35,7 @@ demo: $(STAMP)
 
 # importlib: test files of the same name in different folders are different modules.
 test: lint
-	$(VENV)/bin/python -m pytest --import-mode=importlib --durations=15 $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest --durations=15 $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
