@@ -14,7 +14,7 @@ from typing import Any
 
 from sglang_dspark.serving import Server
 
-COMMON = ["--dtype", "float32", "--device", "cpu", "--skip-server-warmup", "--enable-metrics"]
+COMMON = ["--dtype", "float32", "--skip-server-warmup", "--enable-metrics"]
 MICRO = [*COMMON, "--skip-tokenizer-init", "--context-length", "1024", "--random-seed", "7"]
 
 

@@ -106,6 +106,9 @@ class HostPlatform(CpuDeviceMixin, SRTPlatform):
         _add_choice(choices.DRAFT_ATTENTION_BACKEND_CHOICES, BACKEND)
         threads.prepare_children()
 
+    def get_device(self, device_id: int = 0) -> Any:
+        return "cpu"  # a string: SGLang takes this for the default of --device and splits it
+
     def is_pin_memory_available(self, device: Any = None) -> bool:
         return False
 
