@@ -6,6 +6,7 @@ Nothing heavy is imported at the top, so that `--help` and a mistyped flag answe
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,9 +23,12 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = build_parser().parse_args(argv)
-    command: Callable[[argparse.Namespace], int] = args.command
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
+        if words and words[0] in _HEAVY:
+            return _run_heavy(words[0], words[1:])
+        args = build_parser().parse_args(words)
+        command: Callable[[argparse.Namespace], int] = args.command
         return command(args)
     except KeyboardInterrupt:  # before the command took care of signals itself
         print("sglang-dspark: interrupted", file=sys.stderr)
@@ -40,6 +44,8 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for add in (_add_demo,):
         add(commands)
+    for name, (_, summary, _) in _HEAVY.items():
+        commands.add_parser(name, help=summary)
     return parser
 
 
@@ -112,6 +118,35 @@ def _demo(args: argparse.Namespace) -> int:
             json_file=args.json,
         )
     )
+
+
+# --- eval and train-demo -------------------------------------------------------------------------
+
+# Their arguments need torch to be imported, so a parser is made once one of them is chosen.
+_HEAVY = {
+    "eval": (
+        "sglang_dspark.recipe.eval_cli",
+        "how much of a draft is accepted, in a plain PyTorch loop",
+        "Speculative decoding of held-out prompts in plain PyTorch, without a server: accept "
+        "length, verify rate, accept rate per draft position, and how far the confidence head can "
+        "be trusted.",
+    ),
+    "train-demo": (
+        "sglang_dspark.recipe.cli",
+        "make the demo's drafts: generate data, train, evaluate, export",
+        "Train DSPARK, DFLASH and EAGLE3 drafts for a demo target on text that the target writes "
+        "itself. Every stage keeps what it has in --work-dir and goes on from there.",
+    ),
+}
+
+
+def _run_heavy(name: str, argv: Sequence[str]) -> int:
+    module, _, description = _HEAVY[name]
+    implementation = importlib.import_module(module)
+    parser = argparse.ArgumentParser(prog=f"sglang-dspark {name}", description=description)
+    implementation.add_arguments(parser)
+    result: int = implementation.main(parser.parse_args(argv))
+    return result
 
 
 # --- argument types ------------------------------------------------------------------------------

@@ -23,7 +23,8 @@ from sglang_dspark.recipe.features import Example
 class Batch:
     """S sequences padded to T tokens, A anchors each, blocks of γ rows; N = A * γ."""
 
-    features: Tensor  # bfloat16 [S, T, F * H]; zeros in the padding
+    ids: Tensor  # int64 [S, T]; zeros in the padding, as in the features
+    features: Tensor  # bfloat16 [S, T, F * H]
     block_ids: Tensor  # int64 [S, N]; anchor token, then mask tokens
     positions: Tensor  # int64 [S, N]
     mask: Tensor  # bool [S, N, T + N]
@@ -89,7 +90,10 @@ def _one_sequence(
     answer_rows = (here - example.answer_start).clamp(min=0)
     features = torch.zeros(length, example.features.shape[1], dtype=example.features.dtype)
     features[:total] = example.features
+    ids = torch.zeros(length, dtype=torch.int64)
+    ids[:total] = example.ids
     return {
+        "ids": ids,
         "features": features,
         "block_ids": block_ids.flatten(),
         "positions": positions.flatten(),

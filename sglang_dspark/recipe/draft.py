@@ -19,7 +19,7 @@ D head size, V vocabulary, r Markov rank.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +34,8 @@ class DraftConfig:
 
     num_hidden_layers: draft layers. block_size: γ, tokens proposed per round. target_layer_ids:
     0-based target layers whose outputs are the context features. mask_token_id: the embedding of
-    rows 1..γ-1. markov_rank: r.
+    rows 1..γ-1. markov_rank: r; 0 is a DFLASH draft, whose rows do not know each other's tokens.
+    confidence: whether there is a confidence head.
     """
 
     vocab_size: int
@@ -52,6 +53,7 @@ class DraftConfig:
     num_hidden_layers: int = 2
     block_size: int = 7
     markov_rank: int = 32
+    confidence: bool = True
 
     def __post_init__(self) -> None:
         last = self.num_target_layers - 2
@@ -64,14 +66,14 @@ class DraftConfig:
             raise ValueError(
                 f"mask_token_id is {self.mask_token_id}; must be in 0..{self.vocab_size - 1}"
             )
-        for name in ("num_hidden_layers", "block_size", "markov_rank"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; must be at least 1")
+        for name, least in (("num_hidden_layers", 1), ("block_size", 1), ("markov_rank", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; must be at least {least}")
 
     @classmethod
     def for_target(
-        cls, target: FastLlama, target_layer_ids: tuple[int, ...], mask_token_id: int, **rest: int
-    ) -> DraftConfig:
+        cls, target: FastLlama, target_layer_ids: tuple[int, ...], mask_token_id: int, **rest: Any
+    ) -> Self:
         """The target's own widths, so that its layers can initialise the draft's."""
         config = target.config
         return cls(
@@ -95,7 +97,7 @@ class DraftConfig:
         return {**asdict(self), "target_layer_ids": list(self.target_layer_ids)}
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> DraftConfig:
+    def from_dict(cls, values: dict[str, Any]) -> Self:
         known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
         known["target_layer_ids"] = tuple(known["target_layer_ids"])
         return cls(**known)
@@ -207,10 +209,11 @@ class ConfidenceHead(nn.Module):
         super().__init__()
         self.proj = nn.Linear(config.hidden_size + config.markov_rank, 1)
 
-    def forward(self, hidden: Tensor, previous_latent: Tensor) -> Tensor:
-        """hidden [..., H], W1[x_{k-1}] [..., r] -> logit [...]"""
-        features = torch.cat([hidden, previous_latent.to(hidden.dtype)], dim=-1)
-        logit: Tensor = self.proj(features).squeeze(-1)
+    def forward(self, hidden: Tensor, previous_latent: Tensor | None) -> Tensor:
+        """hidden [..., H], W1[x_{k-1}] [..., r] if there is a Markov head -> logit [...]"""
+        if previous_latent is not None:
+            hidden = torch.cat([hidden, previous_latent.to(hidden.dtype)], dim=-1)
+        logit: Tensor = self.proj(hidden).squeeze(-1)
         return logit
 
 
@@ -223,8 +226,12 @@ class DraftModel(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.markov_head = MarkovHead(config)
-        self.confidence_head = ConfidenceHead(config)
+        self.markov_head = MarkovHead(config) if config.markov_rank else None
+        self.confidence_head = ConfidenceHead(config) if config.confidence else None
+
+    def latent(self, previous: Tensor) -> Tensor | None:
+        """W1[previous], int64 [...] -> [..., r]; None without a Markov head."""
+        return None if self.markov_head is None else self.markov_head.markov_w1(previous)
 
     def project_context(self, features: Tensor) -> Tensor:
         """features [..., F * H] of the target -> context vectors c [..., H]"""

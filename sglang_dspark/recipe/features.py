@@ -14,6 +14,7 @@ M counts answer tokens only: anchors are answer tokens, so nothing else is ever 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -126,3 +127,18 @@ def read_features(folder: Path) -> list[Example]:
     if not shards:
         raise FileNotFoundError(f"{folder} holds no *.safetensors shard; run the features stage")
     return [example for shard in shards for example in read_shard(shard)]
+
+
+def select_layers(
+    examples: list[Example], cached: tuple[int, ...], wanted: tuple[int, ...]
+) -> list[Example]:
+    """The examples with the features of `wanted` layers only, a part of the `cached` ones."""
+    if wanted == cached:
+        return examples
+    missing = [layer for layer in wanted if layer not in cached]
+    if missing:
+        raise ValueError(f"features of layers {missing} are not cached; cached: {list(cached)}")
+    width = examples[0].features.shape[1] // len(cached)
+    places = torch.tensor([cached.index(layer) for layer in wanted])
+    columns = (places[:, None] * width + torch.arange(width)).flatten()
+    return [dataclasses.replace(e, features=e.features[:, columns]) for e in examples]

@@ -5,12 +5,39 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sglang_dspark.recipe.draft import DraftConfig, DraftModel
+from sglang_dspark.recipe.draft import DraftConfig, DraftModel, MarkovHead
+from sglang_dspark.recipe.eagle3 import Eagle3Model
+from sglang_dspark.recipe.features import Example
+from sglang_dspark.recipe.recency import (
+    SHARE,
+    SHARPNESS,
+    carry,
+    init_recency,
+    recency_patterns,
+    ridge_direction,
+    set_constant,
+)
 from sglang_dspark.recipe.target import FastLlama
 
 # The most frequent ids that the bigram matrix holds: 6000 * 8000 floats are 192 MB.
 MAX_TOKENS = 6000
 MAX_COLUMNS = 8000
+
+
+def init_block_draft(
+    config: DraftConfig, target: FastLlama, examples: list[Example], seed: int
+) -> DraftModel:
+    """An untrained DSPARK or DFLASH draft: what follows in this module, one after the other."""
+    some = torch.cat([example.features[:64] for example in examples[:64]])
+    draft = init_from_target(config, target, some[:1024], seed)
+    answers = torch.cat([example.ids[example.answer_start :] for example in examples])
+    embeds, mask = target.embed[answers[:20_000]], target.embed[config.mask_token_id]
+    init_recency(draft, embeds, mask, some.to(target.device), seed)
+    if draft.markov_head is not None:
+        ids = torch.cat([example.topk_ids for example in examples])
+        probs = torch.cat([example.topk_probs for example in examples])
+        init_markov(draft.markov_head, target.embed, answers, ids, probs)
+    return draft
 
 
 @torch.no_grad()
@@ -40,7 +67,8 @@ def init_from_target(
     draft.norm.weight.copy_(target.final_norm)
     context = draft.project_context(sample_features.to(target.device).float())
     head_dim, q_rows = config.head_dim, config.num_attention_heads * config.head_dim
-    kv_rows = config.num_key_value_heads * head_dim
+    kv_rows = target.kv_heads * head_dim
+    copies = config.num_key_value_heads // target.kv_heads
     sources = target.layers[len(target.layers) - config.num_hidden_layers :]
     mlps = [target.layers[0], *sources[1:]]
     for layer, source, mlp_source in zip(draft.decoder_layers, sources, mlps, strict=True):
@@ -49,6 +77,10 @@ def init_from_target(
         layer.post_attention_layernorm.weight.copy_(mlp_source.mlp_norm)
         qkv = source.qkv.float() * (source.input_norm.float() / shared)
         q, k, v = qkv.split([q_rows, kv_rows, kv_rows])
+        k, v = (
+            w.unflatten(0, (-1, head_dim)).repeat_interleave(copies, dim=0).flatten(0, 1)
+            for w in (k, v)
+        )
         attention.q_proj.weight.copy_(q)
         attention.k_proj.weight.copy_(k)
         attention.v_proj.weight.copy_(v)
@@ -60,16 +92,18 @@ def init_from_target(
         mlp.gate_proj.weight.copy_(gate)
         mlp.up_proj.weight.copy_(up)
         mlp.down_proj.weight.copy_(mlp_source.down)
-    draft.markov_head.markov_w2.weight.zero_()
-    draft.markov_head.markov_w1.weight.normal_(std=config.markov_rank**-0.5)
-    draft.confidence_head.proj.weight.zero_()
-    draft.confidence_head.proj.bias.zero_()
+    if draft.markov_head is not None:
+        draft.markov_head.markov_w2.weight.zero_()
+        draft.markov_head.markov_w1.weight.normal_(std=config.markov_rank**-0.5)
+    if draft.confidence_head is not None:
+        draft.confidence_head.proj.weight.zero_()
+        draft.confidence_head.proj.bias.zero_()
     return draft
 
 
 @torch.no_grad()
 def init_markov(
-    draft: DraftModel, embed: Tensor, previous: Tensor, topk_ids: Tensor, topk_probs: Tensor
+    head: MarkovHead, embed: Tensor, previous: Tensor, topk_ids: Tensor, topk_probs: Tensor
 ) -> None:
     """Set W1 and W2 from a truncated SVD of the corpus's bigram log ratios.
 
@@ -81,7 +115,7 @@ def init_markov(
     little about what follows. Tokens that the corpus hardly has get the row that a linear map of
     their embedding predicts.
     """
-    vocab, rank = draft.config.vocab_size, draft.config.markov_rank
+    vocab, rank = head.markov_w1.weight.shape
     seen = previous.bincount(minlength=vocab).float()
     likely = torch.zeros(vocab).index_add_(0, topk_ids.flatten(), topk_probs.float().flatten())
     tokens, columns = (
@@ -108,8 +142,8 @@ def init_markov(
     embed = embed.float().cpu()
     w1 = _extend(embed, tokens, u * root, count.squeeze(1))
     w2 = _extend(embed, columns, v * root, joint.sum(dim=0))
-    draft.markov_head.markov_w1.weight.copy_(w1)
-    draft.markov_head.markov_w2.weight.copy_(w2)
+    head.markov_w1.weight.copy_(w1)
+    head.markov_w2.weight.copy_(w2)
 
 
 def _extend(embed: Tensor, ids: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
@@ -126,3 +160,57 @@ def _extend(embed: Tensor, ids: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
     kept = (counts / (counts + 3.0))[:, None]
     result[ids] = kept * rows + (1 - kept) * result[ids]
     return result
+
+
+@torch.no_grad()
+def init_eagle3(
+    draft: Eagle3Model, target: FastLlama, examples: list[Example], seed: int
+) -> Eagle3Model:
+    """EAGLE3 from the target's last layer, and a recency start of its attention.
+
+    The last feature passes fc unchanged, and with it becomes the residual; attention adds the
+    token's embedding (its own slot's, nearly), which the residual lacks. lm_head holds the
+    target's rows of the draft vocabulary, the most frequent answer tokens.
+    """
+    torch.manual_seed(seed)
+    config, layer = draft.config, draft.midlayer
+    size, head_dim = config.hidden_size, config.head_dim
+    source = target.layers[-1]
+    answers = torch.cat([example.ids[example.answer_start :] for example in examples])
+    counts = answers.bincount(minlength=config.vocab_size)
+    chosen = counts.topk(config.draft_vocab_size).indices.sort().values
+    draft.d2t.copy_(chosen)
+    draft.lm_head.weight.copy_(target.head[chosen])
+    draft.fc.weight.zero_()
+    draft.fc.weight[:, -size:] = torch.eye(size)
+    draft.norm.weight.copy_(target.final_norm)
+    layer.hidden_norm.weight.copy_(source.input_norm)
+    layer.input_layernorm.weight.copy_(target.layers[0].input_norm)
+    layer.post_attention_layernorm.weight.copy_(source.mlp_norm)
+    gate, up = source.gate_up.chunk(2)
+    layer.mlp.gate_proj.weight.copy_(gate)
+    layer.mlp.up_proj.weight.copy_(up)
+    layer.mlp.down_proj.weight.copy_(source.down)
+
+    attention = layer.self_attn
+    some = [example for example in examples if len(example.ids) > 1][:64]
+    features = torch.cat([example.features[:-1] for example in some]).float()
+    embeds = target.embed[torch.cat([example.ids[1:] for example in some])].float()
+    hidden = draft.fc(features)
+    rows = layer.pair(embeds, hidden)
+    direction = ridge_direction(rows, rows.new_ones(len(rows)))
+    if config.qk_norm:
+        for norm in (attention.q_norm, attention.k_norm):
+            norm.weight.fill_((SHARPNESS / head_dim**0.5) ** 0.5)
+    generator = torch.Generator().manual_seed(seed)
+    query, key = recency_patterns(config)
+    for weight, patterns in ((attention.q_proj.weight, query), (attention.k_proj.weight, key)):
+        # Without a norm the length counts: q · k / √D is to be SHARPNESS at most.
+        length = (SHARPNESS * head_dim**0.5 / patterns.sum(dim=1, keepdim=True)) ** 0.5
+        set_constant(weight, patterns * length, direction, generator)
+    normed = rows[:, :size]
+    down, up = carry(config, normed)
+    attention.v_proj.weight.copy_(torch.cat([down, torch.zeros_like(down)], dim=1))
+    scale = hidden.square().mean().sqrt() / normed.square().mean().sqrt()
+    attention.o_proj.weight.copy_(up * scale * SHARE)
+    return draft

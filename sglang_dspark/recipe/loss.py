@@ -54,10 +54,8 @@ class Vocabulary:
 @dataclass(frozen=True)
 class LossTerms:
     total: Tensor
-    cross_entropy: Tensor  # these three are weighted means, without gradient
-    distance: Tensor
-    confidence: Tensor
     accept: Tensor  # float32 [R]; 1 - ½‖p - q‖₁ of every row, without gradient
+    parts: dict[str, Tensor]  # weighted means to look at, without gradient
 
 
 def choose_vocabulary(
@@ -93,7 +91,7 @@ def position_weights(rows: Tensor, gamma: int) -> Tensor:
 
 def dspark_loss(
     logits: Tensor,  # [R, c + s], of vocabulary.ids, without the sample shift
-    confidence: Tensor,  # [R], logits
+    confidence: Tensor | None,  # [R], logits; None: no head, no such term
     labels: Tensor,  # int64 [R]
     topk_ids: Tensor,  # int64 [R, k]
     topk_probs: Tensor,  # float32 [R, k]; what they lack of 1 goes into the bucket
@@ -118,18 +116,16 @@ def dspark_loss(
     distance = distance + (q[:, count:].sum(dim=-1) - p[:, count]).abs()
 
     accept = (1 - 0.5 * distance.detach()).clamp(0, 1)
-    bce = F.binary_cross_entropy_with_logits(confidence.float(), accept, reduction="none")
     share = weights / weights.sum()
-    means = [(term * share).sum() for term in (cross_entropy, distance, bce)]
-    total = (
-        loss_weights.cross_entropy * means[0]
-        + loss_weights.distance * means[1]
-        + loss_weights.confidence * means[2]
-    )
+    means = {"ce": (cross_entropy * share).sum(), "L1": (distance * share).sum()}
+    total = loss_weights.cross_entropy * means["ce"] + loss_weights.distance * means["L1"]
+    if confidence is not None:
+        bce = F.binary_cross_entropy_with_logits(confidence.float(), accept, reduction="none")
+        means["bce"] = (bce * share).sum()
+        total = total + loss_weights.confidence * means["bce"]
     if loss_weights.soft_cross_entropy:
         log_rest = log_q[:, count:].logsumexp(dim=-1, keepdim=True) if has_rest else log_q[:, :0]
         known = torch.cat([log_q[:, :count], log_rest], dim=1)
         soft = -(p[:, : known.shape[1]] * known).sum(dim=-1)
         total = total + loss_weights.soft_cross_entropy * (soft * share).sum()
-    cross_entropy, distance, bce = (mean.detach() for mean in means)
-    return LossTerms(total, cross_entropy, distance, bce, accept)
+    return LossTerms(total, accept, {name: mean.detach() for name, mean in means.items()})

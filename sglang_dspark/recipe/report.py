@@ -13,18 +13,16 @@ from pathlib import Path
 
 from sglang_dspark.recipe.draft import DraftConfig
 from sglang_dspark.recipe.evaluate import Acceptance, format_table
+from sglang_dspark.recipe.reliability import Reliability
+from sglang_dspark.recipe.subjects import Subject
 
 
 @dataclass
 class Figures:
     """Measured by the stages, summed over resumed runs. seconds: wall time by stage."""
 
-    target: str = ""
     conversations: int = 0
     answer_tokens: int = 0
-    steps: int = 0
-    blocks: int = 0  # anchors trained on, with repetitions
-    final_loss: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
 
     @classmethod
@@ -45,29 +43,48 @@ class Figures:
             self.seconds[stage] = self.seconds.get(stage, 0.0) + time.monotonic() - start
 
 
-def readme(figures: Figures, config: DraftConfig, results: dict[str, Acceptance]) -> str:
-    """README.md of an exported draft: how it was made and what was measured."""
-    minutes = {stage: seconds / 60 for stage, seconds in figures.seconds.items()}
-    spent = ", ".join(f"{stage} {value:.0f} min" for stage, value in minutes.items())
-    overall = results["all"]
-    rates = ", ".join(f"{rate:.2f}" for rate in overall.accept_rates())
-    confidences = ", ".join(f"{value:.2f}" for value in overall.mean_confidences())
-    return f"""# DSPARK draft for {figures.target}
+def readme(
+    name: str,
+    subject: Subject,
+    figures: Figures,
+    config: DraftConfig,
+    steps: int,
+    results: dict[float, dict[str, Acceptance]],
+) -> str:
+    """README.md of an exported draft: how it was made and what was measured. results: by
+    temperature, then by kind of prompt."""
+    stages = ("generate", "features", f"train {name}")
+    spent = ", ".join(f"{stage} {figures.seconds.get(stage, 0) / 60:.0f} min" for stage in stages)
+    tables = "\n\n".join(
+        f"Temperature {temperature:g}:\n\n{format_table(result)}"
+        for temperature, result in results.items()
+    )
+    reliability = results[0.0]["all"].reliability()
+    confidence = "" if reliability is None else "\n" + confidence_lines(reliability)
+    return f"""# {name.upper()} draft for {subject.path.name}
 
-Made by `python -m sglang_dspark.recipe` on {datetime.date.today().isoformat()}.
-Format: SGLang's `Qwen3DSparkModel`; embedding and lm_head are the target's and not in the file.
+Made by `sglang-dspark train-demo` on {datetime.date.today().isoformat()}. The embedding is the
+target's and not in the file.
 
 - Shape: {config.num_hidden_layers} layers, γ = {config.block_size}, Markov rank \
-{config.markov_rank}, context features from target layers {list(config.target_layer_ids)}.
+{config.markov_rank}, features of target layers {list(config.target_layer_ids)}.
 - Data: {figures.conversations} conversations, {figures.answer_tokens} answer tokens, all written \
 by the target itself.
-- Training: {figures.steps} steps, {figures.blocks} blocks, final loss {figures.final_loss:.3f}.
-- Wall time: {spent}.
+- Training: {steps} steps. Wall time on {os.cpu_count()} CPUs: {spent}.
 
-Greedy, {overall.rounds} rounds on the prompts of `sglang_dspark/recipe/evaluate.py`. Accept length
-counts the bonus token; @k is the share of verified tokens at position k that were accepted.
+Held-out prompts, 128 tokens each. Accept length counts the bonus token; @k is the share of verified
+tokens at position k that were accepted.
 
-{format_table(results)}
+{tables}
+{confidence}"""
 
-Calibration, positions 1 to {config.block_size}: accepted {rates}; mean confidence {confidences}.
-"""
+
+def confidence_lines(reliability: Reliability) -> str:
+    """The confidence head per position, as a Markdown table."""
+    lines = ["| position | predicted survival | observed | ECE | AUC |", "|---|---|---|---|---|"]
+    for k, row in enumerate(reliability.positions):
+        auc = "-" if row.auc is None else f"{row.auc:.2f}"
+        lines.append(
+            f"| {k + 1} | {row.predicted:.3f} | {row.observed:.3f} | {row.ece:.3f} | {auc} |"
+        )
+    return "Confidence head, uncalibrated, greedy:\n\n" + "\n".join(lines) + "\n"
