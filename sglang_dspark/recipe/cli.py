@@ -48,6 +48,7 @@ class Options:
     threads: int
     seed: int
     start_from: Path | None = None
+    eval_prompts: int | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,6 +76,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
+        "--eval-prompts", type=_positive, metavar="N", help="of each kind (default: all 20)"
+    )
+    parser.add_argument(
         "--start-from",
         type=Path,
         metavar="DRAFT",
@@ -94,6 +98,7 @@ def main(args: argparse.Namespace) -> int:
         threads=args.threads,
         seed=args.seed,
         start_from=args.start_from,
+        eval_prompts=args.eval_prompts,
     )
     try:
         run(options)
@@ -141,10 +146,12 @@ def run(options: Options) -> None:
         with figures.timed(f"train {name}"):
             draft = train_draft(name, options, subject, target, examples)
         with figures.timed(f"evaluate {name}"):
-            held_out, stop_id = subject.held_out, subject.stop_id
+            prompts = {
+                kind: rows[: options.eval_prompts] for kind, rows in subject.held_out.items()
+            }
             results = {
                 temperature: evaluate.evaluate(
-                    draft, target, held_out, stop_id, temperature=temperature
+                    draft, target, prompts, subject.stop_id, temperature=temperature
                 )
                 for temperature in (0.0, 1.0)
             }
