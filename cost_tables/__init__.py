@@ -1,0 +1,15 @@
+"""What a verify step costs: the model, its fit, and the table files."""
+
+from cost_tables.files import Fingerprint, TableError, load_table, save_table
+from cost_tables.model import CostModel, FlatCost, StepCost, fit
+
+__all__ = [
+    "CostModel",
+    "Fingerprint",
+    "FlatCost",
+    "StepCost",
+    "TableError",
+    "fit",
+    "load_table",
+    "save_table",
+]

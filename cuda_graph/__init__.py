@@ -1,0 +1,6 @@
+"""Graph tiers for ragged windows. Imports torch only."""
+
+from cuda_graph.packing import PackedRows, pack_windows
+from cuda_graph.tiers import Tier, TierGrid
+
+__all__ = ["PackedRows", "Tier", "TierGrid", "pack_windows"]

@@ -1,0 +1,140 @@
+"""The cost model's fit, and the three kinds of table file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cost_tables import CostModel, Fingerprint, TableError, fit, load_table, save_table
+from cost_tables.model import Cells, relative_errors
+
+MODEL = CostModel(
+    bias=0.01,
+    request_knots=(1.0, 8.0, 32.0),
+    request_seconds=(0.0, 0.004, 0.01),
+    token_knots=(1.0, 64.0, 256.0),
+    token_seconds=(0.0, 0.001, 0.05),
+    seconds_per_context_token=1e-7,
+)
+PLACE = Fingerprint("cpu", "m", "float32", 1, 7, "host")
+
+
+def cells(noise: float, seed: int = 0) -> Cells:
+    rng = np.random.default_rng(seed)
+    rows = [(r, m, c) for r in (1, 2, 4, 8, 16, 32) for m in (1, 2, 4, 8) for c in (10, 1000)]
+    r, m, c = (np.array(x, dtype=float) for x in zip(*rows, strict=True))
+    m = r * m
+    exact = np.array(
+        [MODEL.seconds(int(a), np.array([b]), d * a)[0] for a, b, d in zip(r, m, c, strict=True)]
+    )
+    return Cells(r, m, c * r, exact * (1 + noise * rng.standard_normal(len(exact))))
+
+
+def test_a_fit_finds_what_made_the_cells() -> None:
+    exact = cells(0.0)
+    assert np.median(relative_errors(fit(exact), exact)) < 0.01
+    noisy, held_out = cells(0.03), cells(0.0, seed=1)
+    assert np.median(relative_errors(fit(noisy), held_out)) < 0.03
+
+
+def test_a_fit_never_falls() -> None:
+    """Noise that makes more tokens look cheaper."""
+    measured = cells(0.3, seed=2)
+    model = fit(measured)
+    tokens = np.arange(1.0, 400.0)
+    assert (np.diff(model.seconds(4, tokens, 100.0)) >= -1e-12).all()
+    assert model.seconds_per_context_token >= 0
+
+
+def test_beyond_the_last_knot_more_tokens_cost_more() -> None:
+    inside, outside = MODEL.seconds(8, np.array([256.0, 512.0]), 0.0)
+    assert outside - inside == pytest.approx(0.049 / 192 * 256)
+
+
+def test_a_table_reads_back(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    save_table(path, MODEL, PLACE, 0.02, cells=48)
+    table = load_table(path)
+    assert table.cost == MODEL and table.fingerprint == PLACE and table.median_error == 0.02
+    other = Fingerprint("gpu", "m", "float32", 1, 5, "host")
+    assert PLACE.differences(other) == ["device: cpu against gpu", "gamma: 7 against 5"]
+
+
+def test_sglangs_tables_load(tmp_path: Path) -> None:
+    """Written by SGLang's own classes, and they cost what SGLang says."""
+    from sglang.srt.speculative.dspark_components.dspark_sps import (
+        SpsAdditiveCostTable,
+        SpsCostTable,
+    )
+
+    steps = SpsCostTable([1, 8, 64], [100.0, 80.0, 20.0], 64)
+    (tmp_path / "s.json").write_text(steps.to_json())
+    cost = load_table(tmp_path / "s.json").cost
+    tokens = np.array([1.0, 7.0, 8.0, 63.0, 64.0, 100.0])
+    expected = [1 / steps.lookup(int(t)) for t in tokens]
+    assert cost.seconds(1, tokens, 0.0).tolist() == pytest.approx(expected)
+
+    additive = SpsAdditiveCostTable(0.01, [1, 8], [-0.002, 0.001], [1, 16, 64], [0.0, 0.003, 0.02])
+    (tmp_path / "a.json").write_text(additive.to_json())
+    cost = load_table(tmp_path / "a.json").cost
+    for requests in (1, 4, 8):
+        for budget in (0, 5, 40):
+            expected_s = additive.step_time(num_reqs=requests, budget=budget)
+            found = cost.seconds(requests, np.array([float(requests + budget)]), 0.0)[0]
+            assert found == pytest.approx(expected_s)
+
+
+def broken(**changes: Any) -> dict[str, Any]:
+    model = {
+        "bias": 0.01,
+        "request_knots": [1],
+        "request_seconds": [0],
+        "token_knots": [1, 8],
+        "token_seconds": [0, 0.01],
+        "seconds_per_context_token": 0,
+    }
+    top = {
+        "format": "sglang-dspark cost table",
+        "version": 1,
+        "fingerprint": vars(PLACE),
+        "median_error": 0.1,
+        "cells": 5,
+    }
+    for name, value in changes.items():
+        (model if name in model else top)[name] = value
+    return {**top, "model": model}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not readable JSON"),
+        ("[]", "must hold a JSON object, but holds a list"),
+        (json.dumps(broken(format="other")), "format is 'other'; must be"),
+        (json.dumps(broken(version=2)), "version is 2; this release reads version 1"),
+        (json.dumps(broken(token_seconds=[0, -1])), "token_seconds is .* must not be negative"),
+        (json.dumps(broken(token_seconds=[0])), "token_knots has 2 entries and token_seconds 1"),
+        (json.dumps(broken(token_knots=[8, 1])), "token_knots is .* must ascend"),
+        (json.dumps(broken(bias=float("nan"))), "bias holds nan; must be a finite number"),
+        (json.dumps(broken(bias="1")), "bias holds '1'; must be a finite number"),
+        (json.dumps(broken(bias=0.0)), "takes no time"),
+        (json.dumps({"sample_batch_tokens": [1]}), "field sample_steps_per_sec is missing"),
+        (
+            json.dumps({"sample_batch_tokens": [2, 1], "sample_steps_per_sec": [1, 1]}),
+            "sample_batch_tokens is .* must ascend",
+        ),
+        (json.dumps({"bias_seconds": 1}), "field alpha_seconds is missing"),
+    ],
+)
+def test_bad_tables_say_what_is_wrong(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "t.json"
+    path.write_text(content)
+    with pytest.raises(TableError, match=message) as error:
+        load_table(path)
+    assert str(error.value).startswith(str(path))
+    with pytest.raises(TableError, match="no such file"):
+        load_table(tmp_path / "none.json")
