@@ -160,6 +160,10 @@ def run(options: Options) -> None:
         export(draft, options.out / name, text)
         print(evaluate.format_table(results[0.0]))
         print(f"draft: {options.out / name}   work directory: {work}")
+    logs = {name: work / f"{name}.jsonl" for name in options.drafts}
+    logs = {name: log for name, log in logs.items() if log.exists()}
+    if logs:  # a training of seconds logs nothing
+        report.plot_curves(logs, work / "curves.png")
 
 
 def train_draft(

@@ -88,3 +88,21 @@ def confidence_lines(reliability: Reliability) -> str:
             f"| {k + 1} | {row.predicted:.3f} | {row.observed:.3f} | {row.ece:.3f} | {auc} |"
         )
     return "Confidence head, uncalibrated, greedy:\n\n" + "\n".join(lines) + "\n"
+
+
+def plot_curves(logs: dict[str, Path], path: Path) -> None:
+    """Loss over steps of one or more trainings; logs: the JSON lines that `train` wrote, by name.
+
+    The losses of different drafts are different functions: each has its own panel.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4 * len(logs), 3), layout="constrained")
+    for i, (name, log) in enumerate(logs.items()):
+        rows = [json.loads(line) for line in log.read_text().splitlines()]
+        axes = figure.add_subplot(1, len(logs), i + 1)
+        axes.plot([row["step"] for row in rows], [row["loss"] for row in rows])
+        axes.set_title(name)
+        axes.set_xlabel("step")
+        axes.set_ylabel("loss, mean of 50 steps")
+    figure.savefig(path, dpi=110)

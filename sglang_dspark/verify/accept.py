@@ -6,6 +6,11 @@ drawn from q survives with probability min(1, p(x) / q(x)); at the first rejecti
 is drawn from norm(max(0, p - q)); if all survive it is drawn from the target's next p. The output
 is then distributed as the target's own samples, whatever the draft proposes.
 
+A window of fewer than W rows ends the block early: what it holds is accepted as above, and if all
+of it survives, the next token is drawn from the target's p behind it. That stays lossless as long
+as whether a draft token is in the window does not depend on that token or on later ones (the DSpark
+paper, arXiv 2607.05147, appendix A). The ceiling is what a full window would have accepted.
+
 Terms: the *anchor* is row 0 of a window, *accepted* counts surviving draft tokens, the *bonus* is
 the token that the target adds, which becomes the next anchor.
 """
@@ -29,14 +34,21 @@ class Verdict:
     commit_lens: torch.Tensor
     # [R] int64
     bonus: torch.Tensor
+    # [R] int64: draft tokens that a full window would have accepted
+    ceiling: torch.Tensor
 
 
-def accept_greedy(draft_tokens: torch.Tensor, target_tokens: torch.Tensor) -> Verdict:
-    """draft_tokens: [R, gamma] int64; target_tokens: [R, W] int64, argmax after each window row."""
-    survives = draft_tokens == target_tokens[:, :-1]
-    accepted = _leading_run(survives)
+def accept_greedy(
+    draft_tokens: torch.Tensor, target_tokens: torch.Tensor, windows: torch.Tensor | None = None
+) -> Verdict:
+    """draft_tokens: [R, gamma] int64; target_tokens: [R, W] int64, argmax after each window row.
+
+    windows: [R] int64, 1 to W rows of each request that count; None: all.
+    """
+    ceiling = _leading_run(draft_tokens == target_tokens[:, :-1])
+    accepted = ceiling if windows is None else torch.minimum(ceiling, windows - 1)
     bonus = target_tokens.gather(1, accepted.unsqueeze(1)).squeeze(1)
-    return _verdict(draft_tokens, accepted, bonus)
+    return _verdict(draft_tokens, accepted, bonus, ceiling)
 
 
 def accept_sampled(
@@ -44,12 +56,14 @@ def accept_sampled(
     draft_probs: torch.Tensor,
     target_probs: torch.Tensor,
     generator: torch.Generator | None = None,
+    windows: torch.Tensor | None = None,
 ) -> Verdict:
     """Speculative sampling.
 
     draft_tokens: [R, gamma] int64, token k drawn from draft_probs[:, k].
     draft_probs:  [R, gamma, V] float32, q.
     target_probs: [R, W, V] float32, p after each window row.
+    windows:      [R] int64, 1 to W rows of each request that count; None: all.
     A greedy request takes part with one-hot rows: the rule then reads "equal to the argmax".
     """
     num_requests, gamma = draft_tokens.shape
@@ -58,17 +72,20 @@ def accept_sampled(
     q = draft_probs.gather(-1, index).squeeze(-1)
     coin = torch.rand(p.shape, device=p.device, generator=generator)
     # coin < p / q without the division: q(x) > 0, since x was drawn from q.
-    accepted = _leading_run(coin * q < p)
+    ceiling = _leading_run(coin * q < p)
+    accepted = ceiling if windows is None else torch.minimum(ceiling, windows - 1)
 
     rows = torch.arange(num_requests, device=p.device)
     p_next = target_probs[rows, accepted]
     q_next = draft_probs[rows, accepted.clamp(max=gamma - 1)]
-    rejected = (accepted < gamma).unsqueeze(1)
+    # Where all of the window survived, nothing was rejected.
+    verified = gamma if windows is None else windows - 1
+    rejected = (accepted < verified).unsqueeze(1)
     residual = torch.where(rejected, (p_next - q_next).clamp_min(0.0), p_next)
     # p == q up to rounding leaves no residual; a rejection is then rounding too, and p is right.
     empty = residual.sum(dim=-1, keepdim=True) <= 0
     bonus = draw(torch.where(empty, p_next, residual), generator)
-    return _verdict(draft_tokens, accepted, bonus)
+    return _verdict(draft_tokens, accepted, bonus, ceiling)
 
 
 def _leading_run(survives: torch.Tensor) -> torch.Tensor:
@@ -76,7 +93,10 @@ def _leading_run(survives: torch.Tensor) -> torch.Tensor:
     return survives.to(torch.int64).cumprod(dim=1).sum(dim=1)
 
 
-def _verdict(draft_tokens: torch.Tensor, accepted: torch.Tensor, bonus: torch.Tensor) -> Verdict:
+def _verdict(
+    draft_tokens: torch.Tensor, accepted: torch.Tensor, bonus: torch.Tensor, ceiling: torch.Tensor
+) -> Verdict:
     tokens = torch.cat([draft_tokens, draft_tokens[:, :1]], dim=1)
     tokens.scatter_(1, accepted.unsqueeze(1), bonus.unsqueeze(1))
-    return Verdict(tokens=tokens, commit_lens=(accepted + 1).to(torch.int32), bonus=bonus)
+    commit_lens = (accepted + 1).to(torch.int32)
+    return Verdict(tokens=tokens, commit_lens=commit_lens, bonus=bonus, ceiling=ceiling)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from distributions import FALSE_ALARM, g_test, joint, mutant
+from sglang_dspark.kernels.top_windows import top_windows_reference
 from sglang_dspark.verify import accept
 from sglang_dspark.verify.sampling import SamplingParams, distribution, draw
 
@@ -42,8 +43,13 @@ def params(
     )
 
 
-def first_tokens(module=accept, seed=0, draft_sharpness=1.0, **sampling) -> list[tuple[int, ...]]:
-    """The first LENGTH tokens of REQUESTS requests, all starting from anchor 0."""
+def first_tokens(
+    module=accept, seed=0, draft_sharpness=1.0, windows=None, **sampling
+) -> list[tuple[int, ...]]:
+    """The first LENGTH tokens of REQUESTS requests, all starting from anchor 0.
+
+    windows: (q [R, gamma, V], drafted [R, gamma], generator) -> [R], how much is verified.
+    """
     generator = torch.Generator().manual_seed(seed)
     target = distribution(chain(1, 1.5), params(VOCAB, **sampling))
     draft = distribution(chain(2, draft_sharpness), params(VOCAB, **sampling))
@@ -58,7 +64,9 @@ def first_tokens(module=accept, seed=0, draft_sharpness=1.0, **sampling) -> list
             block.append(previous)
         drafted = torch.stack(block, dim=1)
         p = target[torch.cat([anchor.unsqueeze(1), drafted], dim=1)]
-        verdict = module.accept_sampled(drafted, torch.stack(q, dim=1), p, generator)
+        probs = torch.stack(q, dim=1)
+        ends = windows(probs, drafted, generator) if windows is not None else None
+        verdict = module.accept_sampled(drafted, probs, p, generator, ends)
         room = torch.zeros(REQUESTS, GAMMA + 1, dtype=torch.int64)
         tokens = torch.cat([tokens, room], dim=1)
         columns = torch.arange(GAMMA + 1)
@@ -119,6 +127,42 @@ def test_bonus_after_a_fully_accepted_window_is_drawn_from_the_target():
     assert verdict.commit_lens.eq(2).all()
     samples = [tuple(row) for row in verdict.tokens.tolist()]
     assert g_test(samples, joint(target, target[0], 2)) > FALSE_ALARM
+
+
+# --- windows -------------------------------------------------------------------------------------
+
+
+def random_windows(probs, drafted, generator):
+    """Whatever other requests and earlier rounds say: independent of this request's draft."""
+    return torch.randint(1, GAMMA + 2, (len(drafted),), generator=generator)
+
+
+def windows_from_distributions(probs, drafted, generator):
+    """Top-K over survivals whose confidence is max q_k: a function of x_<k and q_k alone."""
+    survivals = probs.amax(dim=-1).cumprod(dim=1)
+    return top_windows_reference(survivals, torch.tensor(len(drafted)))
+
+
+def windows_from_the_tokens_drawn(probs, drafted, generator):
+    """The same with q_k(x_k), the drawn token's own probability. It says something of x_k."""
+    own = probs.gather(-1, drafted.unsqueeze(-1)).squeeze(-1)
+    return top_windows_reference(own.cumprod(dim=1), torch.tensor(len(drafted)))
+
+
+@pytest.mark.parametrize("windows", [random_windows, windows_from_distributions])
+def test_trimmed_windows_are_lossless(windows):
+    assert p_value(first_tokens(windows=windows)) > FALSE_ALARM
+
+
+def test_windows_that_look_at_the_drawn_token_are_noticed():
+    """The DSpark paper's appendix A: likely tokens are verified, unlikely ones dropped unseen."""
+    assert p_value(first_tokens(windows=windows_from_the_tokens_drawn)) < FALSE_ALARM
+
+
+def test_a_window_that_ended_is_not_a_rejection():
+    """Drawing its bonus from the residual would be wrong."""
+    broken = mutant(accept, "(accepted < verified)", "(accepted < gamma)")
+    assert p_value(first_tokens(broken, windows=random_windows)) < FALSE_ALARM
 
 
 def test_residual_replaced_by_the_target_is_noticed():

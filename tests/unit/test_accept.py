@@ -49,3 +49,24 @@ def test_equal_distributions_that_differ_by_rounding_still_give_a_legal_token():
     p = torch.tensor([[[0.5, 0.0, 0.0], [1.0, 0.0, 0.0]]])
     result = accept_sampled(torch.tensor([[1]]), q, p)
     assert committed(result) == [[0]]
+
+
+def test_a_window_caps_what_is_accepted_and_keeps_the_ceiling():
+    draft, target = torch.tensor([[1, 2, 3]] * 4), torch.tensor([[1, 2, 3, 4]] * 4)
+    result = accept_greedy(draft, target, torch.tensor([1, 2, 3, 4]))
+    assert committed(result) == [[1], [1, 2], [1, 2, 3], [1, 2, 3, 4]]
+    assert result.ceiling.tolist() == [3, 3, 3, 3]
+    one_hot = torch.nn.functional.one_hot
+    sampled = accept_sampled(
+        draft,
+        one_hot(draft, 5).float(),
+        one_hot(target, 5).float(),
+        windows=torch.tensor([1, 2, 3, 4]),
+    )
+    assert committed(sampled) == committed(result)
+
+
+def test_a_rejection_inside_the_window_is_what_it_was():
+    draft, target = torch.tensor([[1, 2, 3]]), torch.tensor([[1, 9, 3, 4]])
+    result = accept_greedy(draft, target, torch.tensor([3]))
+    assert committed(result) == [[1, 9]] and result.ceiling.tolist() == [1]
