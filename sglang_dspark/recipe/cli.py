@@ -12,6 +12,7 @@ import torch
 
 from sglang_dspark.demo import DemoModelError
 from sglang_dspark.recipe import evaluate, features, generate, report, train
+from sglang_dspark.recipe.confidence import refit_confidence
 from sglang_dspark.recipe.draft import DraftConfig, DraftModel
 from sglang_dspark.recipe.eagle3 import Eagle3Config, Eagle3Model
 from sglang_dspark.recipe.export import AnyDraft, export
@@ -31,7 +32,7 @@ from sglang_dspark.serving import ServerError
 
 DRAFTS = ("dspark", "dflash", "eagle3")
 TOP_K = 64
-HELD_OUT_EVERY = 32  # one conversation in so many is never trained on
+HELD_OUT_EVERY = 16  # one conversation in so many is kept for the confidence head
 FREQUENT_IDS = 3000
 
 
@@ -136,15 +137,15 @@ def run(options: Options) -> None:
         features.write_features(target, work / "data", work / "features", layers, top_k)
     figures.save(work / "figures.json")
 
-    examples = [
-        example
-        for i, example in enumerate(features.read_features(work / "features"))
-        if i % HELD_OUT_EVERY != HELD_OUT_EVERY - 1
-    ]
+    everything = features.read_features(work / "features")
+    kept_back = everything[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
+    examples = [e for i, e in enumerate(everything) if i % HELD_OUT_EVERY != HELD_OUT_EVERY - 1]
     for name in options.drafts:
         print(f"draft: {name}", file=sys.stderr)
         with figures.timed(f"train {name}"):
             draft = train_draft(name, options, subject, target, examples)
+            if isinstance(draft, DraftModel) and draft.confidence_head is not None and kept_back:
+                refit_confidence(draft, Shared(target.embed, target.head), kept_back, options.seed)
         with figures.timed(f"evaluate {name}"):
             prompts = {
                 kind: rows[: options.eval_prompts] for kind, rows in subject.held_out.items()
@@ -195,8 +196,9 @@ def new_objective(
     mask = mask_id(AutoTokenizer.from_pretrained(subject.path), subject.mask_token)
     shared = Shared(target.embed, target.head)
     if name == "eagle3":
-        config = Eagle3Config.for_target(target, subject.eagle3_layers, mask)
-        config = replace(config, **subject.eagle3_sizes)
+        config = Eagle3Config.for_target(
+            target, subject.eagle3_layers, mask, **subject.eagle3_sizes
+        )
         model = Eagle3Model(config).to(target.device)
         init_eagle3(model, target, examples, options.seed)
         return Eagle3Objective(model, shared)

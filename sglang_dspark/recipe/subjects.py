@@ -79,7 +79,7 @@ def tiny_target() -> Subject:
         held_out=tiny.held_out_prompts(tokenizer),
         stop_id=int(tokenizer.eos_token_id),
         generate=GenerateConfig(max_answer_tokens=160),
-        block_sizes={"num_hidden_layers": 1},
+        block_sizes={"num_hidden_layers": 2},
         eagle3_sizes={"draft_vocab_size": len(tokenizer), "qk_norm": True},
     )
 

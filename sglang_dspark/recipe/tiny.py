@@ -1,8 +1,8 @@
 """A target of two million parameters, trained in minutes on text that every Python carries.
 
-The text is the language reference behind `help()` (pydoc_data.topics, 450 kB). The model learns it
-nearly by heart, so its own continuations are easy to draft; on other text they are not. That gives
-tests and benchmarks what a small chat model cannot: high and mixed acceptance.
+The text is the beginning of the language reference behind `help()` (pydoc_data.topics). The model
+learns it nearly by heart, so its own continuations are easy to draft; on other text they are not.
+That gives tests and benchmarks what a small chat model cannot: high and mixed acceptance.
 
 The trained target ships with the package (targets/tiny); `train_tiny_target` made it.
 """
@@ -35,6 +35,8 @@ SHAPE = {
     "head_dim": 64,
 }
 CONTEXT = 256
+# As much as drafts of a million parameters learn in minutes.
+TEXT_CHARACTERS = 120_000
 # Topics whose first words serve as held-out prompts of the model's own kind are trained on too:
 # what is held out is the place where the excerpt starts.
 HELD_OUT_PROMPTS = 20
@@ -48,10 +50,10 @@ def prepare_tiny_target() -> Path:
 
 
 def help_text() -> str:
-    """The text of every help topic of this Python, in alphabetical order."""
+    """The help topics of this Python in alphabetical order, TEXT_CHARACTERS of them."""
     from pydoc_data.topics import topics  # type: ignore[import-untyped, unused-ignore]
 
-    return "\n".join(topics[name] for name in sorted(topics))
+    return "\n".join(topics[name] for name in sorted(topics))[:TEXT_CHARACTERS]
 
 
 def training_ids(tokenizer: Any) -> list[int]:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from sglang_dspark.recipe import objectives, train
+from sglang_dspark.recipe.confidence import refit_confidence
 from sglang_dspark.recipe.draft import DraftConfig, DraftModel
 from sglang_dspark.recipe.export import AnyDraft
 from sglang_dspark.recipe.features import Example
@@ -118,6 +119,26 @@ def test_the_papers_loss_comes_last(
         "distance": 0.9,
         "confidence": 1.0,
     }
+
+
+def test_the_confidence_head_is_refitted_alone(
+    dspark: DraftModel, target: FastLlama, examples: list[Example]
+) -> None:
+    """It fits better, nothing else changes, and twice the same is the same."""
+    shared = objectives.Shared(target.embed, target.head)
+    start = {name: value.clone() for name, value in dspark.state_dict().items()}
+    before, after = refit_confidence(dspark, shared, examples, seed=0)
+    assert after < before
+    for name, value in dspark.state_dict().items():
+        assert torch.equal(value, start[name]) is not name.startswith("confidence_head"), name
+    head = dspark.state_dict()["confidence_head.proj.weight"].clone()
+    dspark.load_state_dict(start)
+    assert refit_confidence(dspark, shared, examples, seed=0) == (before, after)
+    assert torch.equal(dspark.state_dict()["confidence_head.proj.weight"], head)
+    with pytest.raises(ValueError, match="has no confidence head"):
+        draft = new_draft("dflash", target, examples)
+        assert isinstance(draft, DraftModel)
+        refit_confidence(draft, shared, examples, seed=0)
 
 
 # --- initialisation ------------------------------------------------------------------------------
