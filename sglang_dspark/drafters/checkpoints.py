@@ -12,7 +12,6 @@ and LM head are the target's.
 from __future__ import annotations
 
 import itertools
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import safe_open
 
 from sglang_dspark.errors import ConfigError
+from sglang_dspark.files import read_json_object
 
 if TYPE_CHECKING:
     from sglang_dspark.config import TargetModel
@@ -178,15 +178,8 @@ def weight_shapes(path: str) -> dict[str, Shape]:
 def read_checkpoint(path: str, *, flag: str) -> DraftCheckpoint:
     """Describe the draft in a local folder, or in a Hugging Face repository by its name."""
     folder = _local_folder(path, flag)
-    file = folder / "config.json"
-    try:
-        raw: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{flag} {path}: holds no config.json") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file}: is not readable JSON ({error})") from error
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{file}: must hold a JSON object, but holds a {type(raw).__name__}")
+    missing = f"{flag} {path}: holds no config.json"
+    raw = read_json_object(folder / "config.json", missing)
     return _parse(raw, folder)
 
 

@@ -36,7 +36,7 @@ def refit_confidence(
     generator = torch.Generator().manual_seed(seed)
     for example in examples:
         anchors = choose_anchors(example, ANCHORS_PER_SEQUENCE, generator)
-        inputs, accepted = _rows(draft, shared, example, anchors)
+        inputs, accepted = confidence_rows(draft, shared, example, anchors)
         rows.append(inputs)
         labels.append(accepted)
     x, y = torch.cat(rows), torch.cat(labels)
@@ -65,7 +65,7 @@ def refit_confidence(
 
 
 @torch.no_grad()
-def _rows(
+def confidence_rows(
     draft: DraftModel, shared: Shared, example: Example, anchors: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Head inputs [n, H + r] and labels [n] of the rows of one sequence that count."""

@@ -182,7 +182,7 @@ def init_eagle3(
     draft.d2t.copy_(chosen)
     draft.lm_head.weight.copy_(target.head[chosen])
     draft.fc.weight.zero_()
-    draft.fc.weight[:, -size:] = torch.eye(size)
+    draft.fc.weight[:, -size:] = torch.eye(size, device=target.device)
     draft.norm.weight.copy_(target.final_norm)
     layer.hidden_norm.weight.copy_(source.input_norm)
     layer.input_layernorm.weight.copy_(target.layers[0].input_norm)
@@ -194,7 +194,7 @@ def init_eagle3(
 
     attention = layer.self_attn
     some = [example for example in examples if len(example.ids) > 1][:64]
-    features = torch.cat([example.features[:-1] for example in some]).float()
+    features = torch.cat([example.features[:-1] for example in some]).to(target.device).float()
     embeds = target.embed[torch.cat([example.ids[1:] for example in some])].float()
     hidden = draft.fc(features)
     rows = layer.pair(embeds, hidden)

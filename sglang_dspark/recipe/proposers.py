@@ -41,7 +41,8 @@ class Chooser:
         """True with the given probability."""
         if self.temperature == 0:
             return probability >= 1
-        return float(torch.rand((), generator=self.generator)) < probability
+        device = self.generator.device if self.generator is not None else None
+        return float(torch.rand((), generator=self.generator, device=device)) < probability
 
 
 @dataclass(frozen=True)

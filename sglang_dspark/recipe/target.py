@@ -42,10 +42,6 @@ class KVCache:
     values: Tensor  # [layers, B, K, T_max, D]
     length: int = 0
 
-    def keep(self, rows: Tensor) -> None:
-        """Keep only `rows` [kept], in that order."""
-        self.keys, self.values = self.keys[:, rows], self.values[:, rows]
-
 
 class FastLlama:
     """A Llama decoder that returns hidden states, with or without a KV cache. Inference only."""

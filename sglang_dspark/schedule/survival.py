@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
 
 from sglang_dspark.errors import ConfigError
+from sglang_dspark.files import read_json_object
 
 
 def survivals(confidence_logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
@@ -26,13 +26,8 @@ def read_temperatures(path: Path, gamma: int) -> list[float]:
 
     Raises ConfigError unless the file holds exactly γ finite numbers above 0.
     """
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"calibration {path}: no such file") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"calibration {path}: is not readable JSON ({error})") from error
-    values = raw.get("temperatures") if isinstance(raw, dict) else None
+    raw = read_json_object(path, f"calibration {path}: no such file")
+    values = raw.get("temperatures")
     if not isinstance(values, list) or len(values) != gamma:
         found = f"{len(values)} entries" if isinstance(values, list) else repr(values)
         raise ConfigError(

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from sglang_dspark.recipe import objectives, train
-from sglang_dspark.recipe.confidence import refit_confidence
+from sglang_dspark.recipe.confidence import confidence_rows, refit_confidence
 from sglang_dspark.recipe.draft import DraftConfig, DraftModel
 from sglang_dspark.recipe.export import AnyDraft
 from sglang_dspark.recipe.features import Example
@@ -135,10 +135,48 @@ def test_the_confidence_head_is_refitted_alone(
     dspark.load_state_dict(start)
     assert refit_confidence(dspark, shared, examples, seed=0) == (before, after)
     assert torch.equal(dspark.state_dict()["confidence_head.proj.weight"], head)
+    # At the optimum of a cross-entropy with a free bias the mean prediction is the mean label.
+    inputs, labels = (
+        torch.cat(parts)
+        for parts in zip(
+            *(
+                confidence_rows(dspark, shared, e, torch.arange(e.answer_start, len(e.ids) - 1))
+                for e in examples
+            ),
+            strict=True,
+        )
+    )
+    assert dspark.confidence_head is not None
+    predicted = dspark.confidence_head.proj(inputs).sigmoid().mean()
+    assert float(predicted) == pytest.approx(float(labels.mean()), abs=0.02)
     with pytest.raises(ValueError, match="has no confidence head"):
         draft = new_draft("dflash", target, examples)
         assert isinstance(draft, DraftModel)
         refit_confidence(draft, shared, examples, seed=0)
+
+
+@torch.no_grad()
+def test_the_confidence_head_learns_from_blocks_that_survived(
+    dspark: DraftModel, target: FastLlama, examples: list[Example]
+) -> None:
+    """Row k counts where the draft's tokens before k, given the true ones, are the sequence's."""
+    shared = objectives.Shared(target.embed, target.head)
+    example = examples[1]
+    start, total = example.answer_start, len(example.ids)
+    counts = 0
+    for anchor in range(start, total - 1):
+        context = dspark.project_context(example.features[:anchor].float())[None]
+        embeds = F.embedding(dspark.block_ids(example.ids[anchor : anchor + 1]), target.embed)
+        hidden = dspark(embeds, anchor + torch.arange(GAMMA)[None], context)[0]
+        assert dspark.markov_head is not None
+        for k in range(min(GAMMA, total - 1 - anchor)):
+            counts += 1
+            bias = dspark.markov_head.bias(example.ids[anchor + k])
+            own = int((target.logits(hidden[k]) + bias).argmax())
+            if own != int(example.ids[anchor + k + 1]):
+                break
+    inputs, _ = confidence_rows(dspark, shared, example, torch.arange(start, total - 1))
+    assert len(inputs) == counts < GAMMA * (total - 1 - start) - 3
 
 
 # --- initialisation ------------------------------------------------------------------------------
@@ -191,23 +229,9 @@ def test_a_new_draft_looks_at_the_latest_context(
     assert float(cosine(mean_q, own.mean(dim=0), dim=-1).max()) < -0.5
 
 
-def test_carry_projects_onto_the_greatest_directions() -> None:
-    config = new_config = DraftConfig(
-        vocab_size=8,
-        hidden_size=8,
-        intermediate_size=8,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=2,
-        num_target_layers=4,
-        rms_norm_eps=1e-6,
-        rope_theta=10000.0,
-        max_position_embeddings=64,
-        target_layer_ids=(0,),
-        mask_token_id=0,
-    )
-    rows = torch.randn(50, 8) * torch.tensor([9.0, 8, 7, 6, 0.01, 0.01, 0.01, 0.01])
-    down, up = carry(new_config, rows)
-    values = (rows @ down.T).unflatten(-1, (2, 2)).repeat_interleave(2, dim=1).flatten(1)
-    assert config.num_key_value_heads == 2
+def test_carry_projects_onto_the_greatest_directions(target: FastLlama) -> None:
+    config = DraftConfig.for_target(target, LAYER_IDS, 3)  # two KV heads of 4: room for 8 of 16
+    rows = torch.randn(50, 16) * torch.tensor([9.0, 8, 7, 6, 9, 8, 7, 6, *[0.01] * 8])
+    down, up = carry(config, rows)
+    values = (rows @ down.T).unflatten(-1, (2, 4)).repeat_interleave(2, dim=1).flatten(1)
     torch.testing.assert_close(values @ up.T, rows, atol=0.1, rtol=0)

@@ -90,6 +90,12 @@ def test_early_stop_equals_a_loop_and_stops_at_the_first_cliff() -> None:
             budget += 1
         assert found.tokens == budget
         assert found.throughput <= choose_budget(values, grid, STEEP, 0.0, 0.0).throughput + 1e-9
+    # Two requests, tiers of 3 and 12 tokens. The step to the second makes Θ fall, and filling it
+    # would more than make up for that.
+    values, grid = np.full((2, GAMMA), 0.9), TierGrid.of([3, 12], 2, GAMMA)
+    cost = CostModel(0.01, (1.0,), (0.0,), (3.0, 12.0), (0.0, 0.01))
+    assert early_stop(values, grid, cost, 0.0).tokens == 1
+    assert choose_budget(values, grid, cost, 0.0, 0.0).tokens == 10
 
 
 # --- windows -------------------------------------------------------------------------------------
@@ -125,6 +131,10 @@ for requests, gamma in ((1, 1), (7, 5), (40, 7), (150, 7)):
         budget = torch.tensor(budget, device=device)
         expected = top_windows_reference(values, budget)
         assert torch.equal(top_windows(values, budget), expected), (requests, gamma, budget)
+ties = torch.ones(9, 5, device=device)
+for budget in (4, 13, 22):
+    budget = torch.tensor(budget, device=device)
+    assert torch.equal(top_windows(ties, budget), top_windows_reference(ties, budget)), budget
 print("equal")
 """
 
