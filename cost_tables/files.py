@@ -4,7 +4,8 @@ Ours:
 
     {"format": "sglang-dspark cost table", "version": 1,
      "fingerprint": {the fields of Fingerprint},
-     "model": {the fields of CostModel}, "median_error": 0.03, "cells": 120}
+     "model": {the fields of CostModel}, "plain_model": the same of rounds without a draft,
+     or null, "median_error": 0.03, "cells": 120}
 
 SGLang's: SpsCostTable (steps per second over batch tokens; a step function) and
 SpsAdditiveCostTable (bias + α(R) + θ(M)). Neither has a context term nor a fingerprint.
@@ -20,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from cost_tables.model import CostModel, Floats, StepCost
+from cost_tables.model import CostModel, Floats, RoundCost
 
 FORMAT, VERSION = "sglang-dspark cost table", 1
 
@@ -56,7 +57,7 @@ class Fingerprint:
 class Table:
     """A loaded table. fingerprint and median_error are None where the file does not say."""
 
-    cost: StepCost
+    cost: RoundCost
     fingerprint: Fingerprint | None
     median_error: float | None
     source: str
@@ -77,14 +78,21 @@ class StepFunction:
 
 
 def save_table(
-    path: Path, model: CostModel, fingerprint: Fingerprint, median_error: float, cells: int
+    path: Path,
+    model: CostModel,
+    fingerprint: Fingerprint,
+    median_error: float,
+    cells: int,
+    plain: CostModel | None = None,
 ) -> None:
-    """Atomic. median_error: relative, on held-out cells. cells: how many were measured."""
+    """Atomic. median_error: relative, on held-out cells. cells: how many were measured.
+    plain: of rounds without a draft."""
     content = {
         "format": FORMAT,
         "version": VERSION,
         "fingerprint": asdict(fingerprint),
         "model": asdict(model),
+        "plain_model": None if plain is None else asdict(plain),
         "median_error": median_error,
         "cells": cells,
     }
@@ -105,9 +113,11 @@ def load_table(path: Path) -> Table:
         raise TableError(f"{path}: must hold a JSON object, but holds a {type(raw).__name__}")
     try:
         if "bias_seconds" in raw:
-            return Table(_additive(raw), None, None, f"{path} (SGLang, additive)")
+            return Table(RoundCost(_additive(raw)), None, None, f"{path} (SGLang, additive)")
         if "sample_batch_tokens" in raw:
-            return Table(_step_function(raw), None, None, f"{path} (SGLang, steps per second)")
+            return Table(
+                RoundCost(_step_function(raw)), None, None, f"{path} (SGLang, steps per second)"
+            )
         return _ours(raw, path)
     except KeyError as error:
         raise TableError(f"{path}: field {error.args[0]} is missing") from None
@@ -121,8 +131,13 @@ def _ours(raw: dict[str, Any], path: Path) -> Table:
     if raw["version"] != VERSION:
         raise ValueError(f"version is {raw['version']}; this release reads version {VERSION}")
     error = _number(raw["median_error"], "median_error")
-    values = raw["model"]
-    model = CostModel(
+    plain = raw.get("plain_model")
+    cost = RoundCost(_model(raw["model"]), None if plain is None else _model(plain))
+    return Table(cost, Fingerprint(**raw["fingerprint"]), error, str(path))
+
+
+def _model(values: dict[str, Any]) -> CostModel:
+    return CostModel(
         bias=_number(values["bias"], "bias"),
         seconds_per_context_token=_number(
             values["seconds_per_context_token"], "seconds_per_context_token"
@@ -132,8 +147,6 @@ def _ours(raw: dict[str, Any], path: Path) -> Table:
             for name in ("request_knots", "request_seconds", "token_knots", "token_seconds")
         },
     )
-    fingerprint = Fingerprint(**raw["fingerprint"])
-    return Table(model, fingerprint, error, str(path))
 
 
 def _additive(raw: dict[str, Any]) -> CostModel:

@@ -88,6 +88,14 @@ class FlatCost:
 
 
 @dataclass(frozen=True)
+class RoundCost:
+    """What a round costs: with a draft, and (None: not known) without one, where M = R."""
+
+    drafted: StepCost
+    plain: StepCost | None = None
+
+
+@dataclass(frozen=True)
 class Cells:
     """Measured rounds: requests, tokens, context and seconds, float64 [n] each."""
 

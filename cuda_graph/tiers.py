@@ -107,6 +107,10 @@ class TierGrid:
         """As `index`, the tier itself."""
         return self.tiers[self.index(tokens, requests)]
 
+    def describe(self) -> str:
+        """The token counts, as in a log line."""
+        return ", ".join(str(tier.tokens) for tier in self.tiers)
+
     def expected_padding(self, histogram: Mapping[int, float] | None = None) -> float:
         """Padding tokens as a share of all computed tokens, under the histogram of `choose`."""
         largest = self.max_requests * (self.gamma + 1)

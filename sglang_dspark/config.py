@@ -9,17 +9,20 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
+from cost_tables.files import Table, TableError, load_table
+from sglang_dspark import flags
 from sglang_dspark.drafters.checkpoints import DraftCheckpoint, read_checkpoint
 from sglang_dspark.errors import ConfigError
+from sglang_dspark.schedule.calibration import read_temperatures
 
-# SGLang's own variable for the verify mode; its users know it, so ours reads it too.
-VERIFY_MODE_ENV = "SGLANG_RAGGED_VERIFY_MODE"
-
+TABLE_FLAG = "--speculative-dspark-sps-table-path"
+CALIBRATION_FLAG = "--speculative-dspark-confidence-sts-path"
 DRAFT_PATH_FLAG = "--speculative-draft-model-path"
 NUM_DRAFT_TOKENS_FLAG = "--speculative-num-draft-tokens"
 BLOCK_SIZE_FLAG = "--speculative-dspark-block-size"
@@ -35,6 +38,13 @@ class VerifyMode(StrEnum):
     """How much of a drafted block the target verifies."""
 
     STATIC = "static"  # all gamma + 1 tokens of every request
+    COMPACT = "compact"  # the scheduled windows, packed into a graph tier
+    CAP_ACCEPT = "cap-accept"  # all, but at most the scheduled window is committed
+
+    @property
+    def schedules(self) -> bool:
+        """Whether windows are scheduled at all."""
+        return self is not VerifyMode.STATIC
 
 
 @dataclass(frozen=True)
@@ -44,6 +54,24 @@ class TargetModel:
     hidden_size: int
     vocab_size: int
     num_layers: int
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """How windows are sized; means nothing in static mode.
+
+    tiers: how many graphs, or their token counts. budget: "auto", "random", or the share of the
+    drafted tokens to verify. min_gain: see `schedule.budget`. table: the cost table of a file;
+    None: measured at start-up. temperatures: calibration (STS), one a position; None: identity.
+    calibration: where they are from, for the log.
+    """
+
+    tiers: int | tuple[int, ...] = 12
+    budget: Literal["auto", "random"] | float = "auto"
+    min_gain: float = 0.02
+    table: Table | None = None
+    temperatures: tuple[float, ...] | None = None
+    calibration: str = "none (identity)"
 
 
 @dataclass(frozen=True)
@@ -57,6 +85,7 @@ class SpecConfig:
     mode: VerifyMode
     gamma: int
     draft: DraftCheckpoint
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
 
     @property
     def width(self) -> int:
@@ -79,7 +108,10 @@ class SpecConfig:
 
 
 _DROP = "drop the flag"
-_NOT_IN_STATIC = "it has no effect in verify mode static: drop the flag"
+_NOT_IN_STATIC = (
+    "it has no effect in verify mode static: drop the flag, or add "
+    "--speculative-verify-mode compact"
+)
 # (field of SGLang's server arguments, values with which we serve, remedy). A flag that would be
 # ignored, or that the worker was never run with, is refused rather than served wrongly.
 _UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
@@ -105,8 +137,11 @@ _UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("speculative_token_map", (), _DROP),
     ("speculative_draft_window_size", (), _DROP),
     ("speculative_draft_sink_size", (), _DROP),
+)
+_STATIC_ONLY_UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("speculative_dspark_sps_table_path", (), _NOT_IN_STATIC),
     ("speculative_dspark_confidence_sts_path", (), _NOT_IN_STATIC),
+    # Ours always fills the tier, so outside of static the flag asks for what is done anyway.
     ("speculative_dspark_align_verify_tokens_to_graph_tier", (False,), _NOT_IN_STATIC),
 )
 
@@ -118,20 +153,21 @@ def resolve(args: Any, target: TargetModel, environ: Mapping[str, str] = os.envi
     Raises `ConfigError` before the server loads a weight.
     """
     algorithm = Algorithm(str(args.speculative_algorithm).upper())
-    mode = _verify_mode(environ)
-    for field, served, remedy in _UNSUPPORTED:
-        value = getattr(args, field, None)
+    mode = verify_mode(environ)
+    unsupported = _UNSUPPORTED + (() if mode.schedules else _STATIC_ONLY_UNSUPPORTED)
+    for name, served, remedy in unsupported:
+        value = getattr(args, name, None)
         if value is not None and value not in served:
-            flag = "--" + field.replace("_", "-")
+            flag = "--" + name.replace("_", "-")
             raise ConfigError(
                 f"{flag} is {value!r}, which {algorithm} of sglang-dspark does not serve yet: "
                 f"{remedy}"
             )
-    for field, flag in (
+    for name, flag in (
         ("speculative_num_steps", "--speculative-num-steps"),
         ("speculative_eagle_topk", "--speculative-eagle-topk"),
     ):
-        value = getattr(args, field)
+        value = getattr(args, name)
         if value not in (None, 1):
             raise ConfigError(
                 f"{flag} is {value}, but {algorithm} drafts one chain in one forward: it must be "
@@ -145,16 +181,91 @@ def resolve(args: Any, target: TargetModel, environ: Mapping[str, str] = os.envi
     draft.check_fits(target)
     draft.check_weights()
     gamma = _resolve_gamma(args, draft)
-    return SpecConfig(algorithm=algorithm, mode=mode, gamma=gamma, draft=draft)
+    if mode.schedules and not draft.has_confidence_head:
+        raise ConfigError(
+            f"{DRAFT_PATH_FLAG} {draft.path}: the draft has no confidence head, which verify mode "
+            f"{mode} sizes windows by; serve it with --speculative-verify-mode static"
+        )
+    schedule = _schedule(args, environ, gamma) if mode.schedules else ScheduleConfig()
+    return SpecConfig(algorithm=algorithm, mode=mode, gamma=gamma, draft=draft, schedule=schedule)
 
 
-def _verify_mode(environ: Mapping[str, str]) -> VerifyMode:
-    value = environ.get(VERIFY_MODE_ENV, VerifyMode.STATIC)
+def verify_mode(environ: Mapping[str, str] = os.environ) -> VerifyMode:
+    """The mode of the environment variable, which our flag writes."""
+    value = environ.get(flags.MODE.variable, VerifyMode.STATIC)
     try:
         return VerifyMode(value)
     except ValueError:
         allowed = ", ".join(VerifyMode)
-        raise ConfigError(f"{VERIFY_MODE_ENV} is {value!r}; served today: {allowed}") from None
+        raise ConfigError(f"{flags.MODE.variable} is {value!r}; must be one of {allowed}") from None
+
+
+def _schedule(args: Any, environ: Mapping[str, str], gamma: int) -> ScheduleConfig:
+    known = [flag.variable for flag in flags.FLAGS]
+    for name in environ:
+        if name.startswith(flags.PREFIX) and name not in known:
+            raise ConfigError(f"{name} is not known; did you mean one of {', '.join(known[1:])}?")
+    table = temperatures = None
+    calibration = ScheduleConfig.calibration
+    if path := getattr(args, "speculative_dspark_sps_table_path", None):
+        try:
+            table = load_table(Path(path))
+        except TableError as error:
+            raise ConfigError(f"{TABLE_FLAG}: {error}") from error
+    if path := getattr(args, "speculative_dspark_confidence_sts_path", None):
+        try:
+            temperatures = tuple(read_temperatures(Path(path), gamma))
+        except ConfigError as error:
+            raise ConfigError(f"{CALIBRATION_FLAG}: {error}") from error
+        calibration = str(path)
+    return ScheduleConfig(
+        tiers=graph_tiers(environ),
+        budget=_budget(environ.get(flags.BUDGET.variable, "auto")),
+        min_gain=_number(flags.MIN_GAIN, environ.get(flags.MIN_GAIN.variable, "0.02"), 0.0, 10.0),
+        table=table,
+        temperatures=temperatures,
+        calibration=calibration,
+    )
+
+
+def graph_tiers(environ: Mapping[str, str] = os.environ) -> int | tuple[int, ...]:
+    """`ScheduleConfig.tiers`, for where no server arguments are at hand."""
+    return _tiers(environ.get(flags.TIERS.variable))
+
+
+def _tiers(value: str | None) -> int | tuple[int, ...]:
+    if value is None:
+        return ScheduleConfig.tiers
+    try:
+        counts = [int(part) for part in value.split(",")]
+    except ValueError:
+        counts = []
+    if not counts or min(counts) < 1 or counts != sorted(set(counts)):
+        raise ConfigError(
+            f"{flags.TIERS.name} is {value!r}; must be a number of graphs, or ascending token "
+            "counts such as 8,16,64"
+        )
+    return counts[0] if len(counts) == 1 else tuple(counts)
+
+
+def _budget(value: str) -> Literal["auto", "random"] | float:
+    if value == "auto":
+        return "auto"
+    if value == "random":
+        return "random"
+    return _number(flags.BUDGET, value, 0.0, 1.0, also="auto, random, or ")
+
+
+def _number(flag: flags.Flag, value: str, low: float, high: float, also: str = "") -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = float("nan")
+    if not low <= number <= high:
+        raise ConfigError(
+            f"{flag.name} is {value!r}; must be {also}a number from {low:g} to {high:g}"
+        )
+    return number
 
 
 def _resolve_gamma(args: Any, draft: DraftCheckpoint) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from sglang_dspark import __version__, config
+from sglang_dspark import __version__, config, flags
 from sglang_dspark.drafters.checkpoints import read_checkpoint
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.hooking import Hook
@@ -98,6 +98,12 @@ def hooks() -> tuple[Hook, ...]:
             _req_to_token_headroom,
             "a request row must hold the double-buffered reserve, at page size 1 as well",
         ),
+        Hook(
+            "sglang.srt.server_args.ServerArgs.add_cli_args",
+            "AFTER",
+            _add_flags,
+            "our own flags",
+        ),
     )
     if current_platform.is_out_of_tree():
         from sglang_dspark.host.hooks import HOST_HOOKS
@@ -111,6 +117,13 @@ def hooks() -> tuple[Hook, ...]:
             "AROUND",
             _create_worker,
             "an in-tree platform offers no method to name another worker",
+        ),
+        Hook(
+            "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
+            "._build_ragged_verify_token_buckets",
+            "AROUND",
+            _token_counts,
+            "graphs are captured for our tiers instead of full windows of each batch size",
         ),
     )
 
@@ -135,6 +148,8 @@ def _check_draft_first(
     **kwargs: Any,
 ) -> str | None:
     """Read the draft's config.json ourselves, before SGLang does."""
+    if str(algorithm).upper() in list(config.Algorithm):
+        config.verify_mode()  # before SGLang reads the variable, and raises of its own
     if draft_path is not None and str(algorithm).upper() in list(config.Algorithm):
         read_checkpoint(draft_path, flag=config.DRAFT_PATH_FLAG)
     return original(algorithm, draft_path, *args, **kwargs)
@@ -169,6 +184,22 @@ def _resolve_dspark(original: Callable[[Any], None], server_args: Any) -> None:
 
 def _create_worker(original: Callable[..., Any], algorithm: Any, server_args: Any) -> Any:
     return worker_class(algorithm.name) or original(algorithm, server_args)
+
+
+def _add_flags(result: None, parser: Any) -> None:
+    flags.add_flags(parser)
+
+
+def _token_counts(original: Callable[[Any], list[int]], runner: Any) -> list[int]:
+    """Token counts for which SGLang captures a verify graph in compact mode."""
+    from sglang.srt.runtime_context import get_spec
+
+    from sglang_dspark.schedule.grid import make_grid
+
+    if get_spec().speculative_algorithm not in list(config.Algorithm):
+        return original(runner)
+    grid = make_grid(config.graph_tiers(), runner.max_bs, runner.captured_req_width - 1)
+    return [tier.tokens for tier in grid.tiers]
 
 
 def _req_to_token_headroom(extra: int, *args: Any, **kwargs: Any) -> int:

@@ -1,10 +1,11 @@
-"""The speculative worker: one decode round is draft -> verify -> accept -> publish -> commit.
+"""The speculative worker: a decode round is decide -> draft -> plan -> pack -> verify -> accept ->
+publish -> commit.
 
 SGLang's scheduler calls `forward_batch_generation` for every batch. Read `_prefill` and `_round`;
 everything else answers questions that the scheduler asks of any speculative worker.
 
-Symbols: R requests, gamma draft tokens per round, W = gamma + 1 the full verify window,
-L committed KV length of a request (the anchor at position L is not counted).
+Symbols: R requests, gamma draft tokens per round, W = gamma + 1 the full verify window, M rows of
+the verify forward, L committed KV length of a request (the anchor at position L is not counted).
 """
 
 from __future__ import annotations
@@ -13,24 +14,29 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
-from sglang.srt.runtime_context import get_exec
+from sglang.srt.runtime_context import get_exec, get_schedule
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
-from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.draft_worker_common import make_draft_input_v2
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
+from sglang.srt.utils.async_probe import sanitize_nan_logits
 
 from sglang_dspark import plugin
 from sglang_dspark.drafters.base import DraftBlock, Drafter, RoundState
 from sglang_dspark.drafters.dspark import DSparkDrafter
-from sglang_dspark.observe.records import RoundRecords
-from sglang_dspark.observe.selfcheck import AcceptanceCheck
-from sglang_dspark.verify.accept import Verdict, accept_greedy, accept_sampled
+from sglang_dspark.observe.observer import Observer
+from sglang_dspark.schedule.rounds import RoundLog
+from sglang_dspark.schedule.windows import Plan, WindowScheduler
+from sglang_dspark.startup import agreement_of, log_settings, metric_labels, start_schedule
+from sglang_dspark.verify.accept import Verdict, accept_greedy, accept_nothing, accept_sampled
 from sglang_dspark.verify.adjust import LogitAdjuster
+from sglang_dspark.verify.forward import TargetForward
+from sglang_dspark.verify.layout import VerifyRows, full_rows, packed_rows
 from sglang_dspark.verify.sampling import SamplingParams, distribution
 
 if TYPE_CHECKING:
@@ -57,7 +63,7 @@ class SpecWorker(BaseSpecWorker):
     ) -> None:
         super().__init__()
         plugin.assert_hooks_applied()
-        self._target_worker = target_worker
+        self.server_args, self._target_worker = server_args, target_worker
         self.model_runner: ModelRunner = target_worker.model_runner
         self.device = torch.device(target_worker.device)
         self.config = plugin.spec_config(server_args, self.model_runner.model_config)
@@ -71,10 +77,12 @@ class SpecWorker(BaseSpecWorker):
         self._draft_context = drafter.context
         self.draft_parallel_layout = drafter.layout
         self.adjuster = LogitAdjuster(self.config.width, self.model_runner)
+        self.target = TargetForward(target_worker, self.config.width)
         self._window = torch.arange(self.config.width, device=self.device)
-        self._check = AcceptanceCheck(self.config.describe())
-        self._records = RoundRecords(self.config)
-        logger.info("sglang-dspark: %s", self.config.describe())
+        self._rounds = RoundLog()
+        # The parts below need pools and graphs, which come later.
+        self.windows: WindowScheduler
+        self.observer: Observer
 
     # The two kinds of forward
 
@@ -95,6 +103,7 @@ class SpecWorker(BaseSpecWorker):
 
     def _prefill(self, batch: ScheduleBatch, publish: Publish) -> GenerationBatchResult:
         """Run the target over a prompt (chunk) and hand its features to the drafter."""
+        self._rounds.interrupt()
         # Planned first: a finished forward releases the scheduler's tables that the plan reads.
         kv_plan = self.model_runner.kv_index_translator.own_plan(batch)
         result = self._target_worker.forward_batch_generation(
@@ -117,39 +126,51 @@ class SpecWorker(BaseSpecWorker):
         grammar_barrier: Callable[[], None] | None,
     ) -> GenerationBatchResult:
         """One decode round of every request in the batch."""
+        started = self._rounds.start()
         state = self._state(batch)
-        block = self.drafter.propose(state)
-        if block.confidence_logits is not None:
-            self._records.keep_confidence(block.confidence_logits)
-        window_tokens = torch.cat([state.anchors.unsqueeze(1), block.tokens], dim=1)
-        grammar = GrammarTree.from_linear_chain(window_tokens) if batch.has_grammar else None
+        requests, generations = self.windows.requests(batch)
+        decision = self.windows.decide(requests, generations, state.context)
+        block = self.drafter.propose(state) if decision.draft else self._no_block(state)
+        plan = self.windows.plan(decision, block, state.context)
 
-        target, graphed = self._verify(batch, state, window_tokens)
-        logits = target.next_token_logits
-        grammar_mask = None
-        if grammar is not None:
-            grammar_mask = build_grammar_vocab_mask(
-                reqs=batch.reqs,
-                tree=grammar,
-                sampling_info=batch.sampling_info,
-                device=logits.device,
-                barrier=grammar_barrier,
-            )
-        self.adjuster.apply(logits, batch, window_tokens, grammar_mask)
-        verdict = self._accept(block, logits, state)
+        window_tokens = torch.cat([state.anchors.unsqueeze(1), block.tokens], dim=1)
+        rows = self._pack(window_tokens, state, plan)
+        grammar = GrammarTree.from_linear_chain(window_tokens) if batch.has_grammar else None
+        target, graphed = self.target.verify(batch, state, rows)
+        aux_hidden = _take_aux_hidden(target)
+
+        logits, places = self._adjust(batch, target, window_tokens, rows, grammar, grammar_barrier)
+        verdict = self._accept(block, logits, state, places, plan)
         new_seq_lens = state.seq_lens + verdict.commit_lens
         publish(new_seq_lens)
 
         self.adjuster.commit(batch, state.anchors, verdict)
-        self.drafter.commit(state, verdict, _take_aux_hidden(target))
+        self.drafter.commit(state, verdict, aux_hidden, rows)
         if batch.return_logprob:
             compute_spec_logprobs(
                 batch, target, verdict.tokens.flatten(), chain_stride=self.config.width
             )
+        full = rows.ragged is None
+        windows = self._full_windows(state) if plan.windows is None else plan.windows
+        self._rounds.launch(
+            started,
+            plan.decision,
+            requests,
+            generations,
+            survivals=plan.survivals,
+            windows=windows,
+            ceiling=verdict.ceiling,
+            broken=plan.broken,
+            tokens=len(rows.tokens),
+            full=full,
+            graphed=graphed,
+        )
         return GenerationBatchResult(
             logits_output=target,
             next_token_ids=verdict.tokens.flatten(),
             accept_lens=verdict.commit_lens,
+            cap_lens=windows.to(torch.int32),
+            block_accept_lens=(verdict.ceiling + 1).to(torch.int32) if full else None,
             new_seq_lens=new_seq_lens,
             next_draft_input=make_draft_input_v2(
                 bonus_tokens=verdict.bonus, new_seq_lens=new_seq_lens
@@ -176,63 +197,106 @@ class SpecWorker(BaseSpecWorker):
         if self.device.type == "cuda":
             # Made on the scheduler's stream: its memory must outlive this round's kernels.
             batch.seq_lens.record_stream(torch.cuda.current_stream())
-        seq_lens_cpu = batch.seq_lens_cpu
-        if seq_lens_cpu is None and self._reads_host_lens:
-            seq_lens_cpu = draft_input.nxt_kv_lens_cpu - self.config.width
+        host_lens = batch.seq_lens_cpu
+        if host_lens is None:  # no backend asked for them; this bounds them
+            host_lens = draft_input.nxt_kv_lens_cpu - self.config.width
+        return self.state_of(
+            batch.req_pool_indices,
+            batch.seq_lens,
+            host_lens,
+            draft_input.bonus_tokens,
+            SamplingParams.of_batch(batch.sampling_info),
+        )
+
+    def state_of(
+        self,
+        req_rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        host_lens: torch.Tensor,
+        anchors: torch.Tensor,
+        sampling: SamplingParams | None = None,
+    ) -> RoundState:
+        """A round of requests; host_lens: seq_lens, or a bound of them, on the host."""
+        seq_lens_cpu = host_lens if self._reads_host_lens else None
         return RoundState(
-            req_rows=batch.req_pool_indices,
-            seq_lens=batch.seq_lens,
-            seq_lens_cpu=seq_lens_cpu if self._reads_host_lens else None,
-            anchors=draft_input.bonus_tokens,
-            positions=batch.seq_lens.unsqueeze(1) + self._window,
+            req_rows=req_rows,
+            seq_lens=seq_lens,
+            seq_lens_cpu=seq_lens_cpu,
+            anchors=anchors,
+            positions=seq_lens.unsqueeze(1) + self._window,
             kv_plan=self.model_runner.kv_index_translator.plan_uniform_extend(
-                req_pool_indices=batch.req_pool_indices,
-                seq_lens=batch.seq_lens,
+                req_pool_indices=req_rows,
+                seq_lens=seq_lens,
                 seq_lens_cpu=seq_lens_cpu,
                 width=self.config.width,
             ),
-            sampling=SamplingParams.of_batch(batch.sampling_info),
+            sampling=sampling,
+            context=float(host_lens.sum()),
         )
 
-    def _verify(
-        self, batch: ScheduleBatch, state: RoundState, window_tokens: torch.Tensor
-    ) -> tuple[LogitsProcessorOutput, bool]:
-        """Target forward over all windows: logits [R * W, V] and aux features [R * W, F * H].
+    def _no_block(self, state: RoundState) -> DraftBlock:
+        """What stands for a draft in a round without one."""
+        shape = (state.anchors.numel(), self.config.gamma)
+        tokens = torch.zeros(shape, dtype=torch.int64, device=self.device)
+        return DraftBlock(tokens=tokens, probs=None, confidence_logits=None)
 
-        Also says whether a CUDA graph was replayed. The scheduler restores the batch afterwards.
+    def _full_windows(self, state: RoundState) -> torch.Tensor:
+        return torch.full_like(state.anchors, self.config.width)
+
+    def _pack(self, window_tokens: torch.Tensor, state: RoundState, plan: Plan) -> VerifyRows:
+        tier = self.windows.tier(plan.decision)
+        if tier is None or plan.windows is None:
+            return full_rows(window_tokens, state.positions, plan.windows)
+        return packed_rows(window_tokens, state.positions, plan.windows, tier)
+
+    def _adjust(
+        self,
+        batch: ScheduleBatch,
+        target: LogitsProcessorOutput,
+        window_tokens: torch.Tensor,
+        rows: VerifyRows,
+        grammar: Any,
+        grammar_barrier: Callable[[], None] | None,
+    ) -> tuple[torch.Tensor, VerifyRows]:
+        """Logits [M, V] as the requests want them changed, and where their rows are.
+
+        Penalties, grammars and log-probabilities are by place in the window: for these, packed
+        rows are spread to R * W first.
         """
-        batch.out_cache_loc = state.kv_plan.write_virtual
-        verify_input = DFlashVerifyInput(
-            draft_token=window_tokens.flatten(),
-            positions=state.positions.flatten(),
-            draft_token_num=self.config.width,
-            capture_hidden_mode=CaptureHiddenMode.FULL,
-            live_seq_lens_cpu=batch.seq_lens_cpu,
-            kv_loc_plan=state.kv_plan,
-        )
-        lens_before = batch.seq_lens_cpu, batch.seq_lens_sum
-        if state.seq_lens_cpu is not None:
-            batch.seq_lens_cpu = state.seq_lens_cpu + self.config.width
-            batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
-        forward_batch, _ = verify_input.prepare_for_verify(batch, self._target_worker)
-        batch.seq_lens_cpu, batch.seq_lens_sum = lens_before
-        result = self._target_worker.forward_batch_generation(
-            batch=None,
-            forward_batch=forward_batch,
-            is_verify=True,
-            skip_attn_backend_init=True,
-        )
-        return result.logits_output, result.can_run_cuda_graph
+        logits = target.next_token_logits
+        adjusts = grammar is not None or self.adjuster.adjusts(batch)
+        if rows.ragged is not None and (adjusts or batch.return_logprob):
+            logits = target.next_token_logits = logits[rows.index.flatten()]
+            rows = full_rows(window_tokens, rows.index, rows.windows)
+        if adjusts:
+            mask = None
+            if grammar is not None:
+                mask = build_grammar_vocab_mask(
+                    reqs=batch.reqs,
+                    tree=grammar,
+                    sampling_info=batch.sampling_info,
+                    device=logits.device,
+                    barrier=grammar_barrier,
+                )
+            self.adjuster.apply(logits, batch, window_tokens, mask)
+        sanitize_nan_logits(logits, "sglang-dspark: verify logits")
+        return logits, rows
 
-    def _accept(self, block: DraftBlock, logits: torch.Tensor, state: RoundState) -> Verdict:
-        if block.probs is None or state.sampling is None:
-            return accept_greedy(block.tokens, logits.argmax(dim=-1).view(-1, self.config.width))
-        probs = distribution(logits, state.sampling.repeat(self.config.width))
+    def _accept(
+        self,
+        block: DraftBlock,
+        logits: torch.Tensor,
+        state: RoundState,
+        rows: VerifyRows,
+        plan: Plan,
+    ) -> Verdict:
+        if state.sampling is None:
+            return accept_greedy(block.tokens, logits.argmax(dim=-1)[rows.index], rows.windows)
+        probs = distribution(logits, state.sampling.of_rows(rows.request))
+        if block.probs is None:
+            return accept_nothing(block.tokens, probs[rows.index[:, 0]], self.generator)
         return accept_sampled(
-            block.tokens,
-            block.probs,
-            probs.view(-1, self.config.width, probs.shape[-1]),
-            self.generator,
+            block.tokens, block.probs, probs, self.generator, rows.windows, rows.index
         )
 
     # What the scheduler asks of a speculative worker
@@ -258,19 +322,51 @@ class SpecWorker(BaseSpecWorker):
             self._draft_worker.init_cuda_graphs(
                 capture_decode_cuda_graph=decode.backend != Backend.DISABLED
             )
+        self.windows = WindowScheduler(
+            self.config,
+            self.model_runner.req_to_token_pool,
+            self.device,
+            agreement_of(self.server_args),
+            overlap=not get_schedule().disable_overlap_schedule,
+        )
+        if self.config.mode.schedules:
+            start_schedule(self)
+        grid = self.windows.grid
+        max_requests = self.model_runner.max_running_requests if grid is None else grid.max_requests
+        self.observer = Observer(
+            self.config,
+            self.windows,
+            max_tokens=max_requests * self.config.width,
+            labels=metric_labels(self.server_args),
+        )
+        log_settings(self.config, self.windows.describe())
+
+    def rehearse(self, state: RoundState, plan: Plan) -> None:
+        """A whole greedy round of no request: drafting if the plan says so, to measure its time."""
+        block = self.drafter.propose(state) if plan.decision.draft else self._no_block(state)
+        window_tokens = torch.cat([state.anchors.unsqueeze(1), block.tokens], dim=1)
+        rows = self._pack(window_tokens, state, plan)
+        target, _ = self.target.rehearse(state, rows)
+        aux_hidden = _take_aux_hidden(target)
+        verdict = self._accept(block, target.next_token_logits, state, rows, plan)
+        self.drafter.commit(state, verdict, aux_hidden, rows)
 
     def on_verify_complete_cpu(
         self, num_correct_drafts_per_req: list[int], batch_size: int = 0
     ) -> None:
-        self._check.add(num_correct_drafts_per_req)
-        self._records.add(num_correct_drafts_per_req)
+        done = self._rounds.finish(np.array(num_correct_drafts_per_req, dtype=np.int64))
+        self.windows.learn(done)
+        self.observer.add(done)
+
+    def get_confidence_budget_prepare(self) -> None:
+        """Asked outside of static mode: confidences travel with our own round log, not SGLang's."""
 
     def dump_info_records(self) -> dict[str, Any]:
         """What /server_info shows of a DSPARK worker, as `dspark_info_record`."""
-        return self._records.dump()
+        return self.observer.dump()
 
     def clear_info_records(self) -> None:
-        self._records.clear()
+        self.observer.clear()
 
     def block_accept_estimate_log_suffix(self) -> None:
         """Asked by the decode log line of a DSPARK worker: nothing to add to it."""

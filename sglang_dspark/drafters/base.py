@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     from sglang_dspark.verify.accept import Verdict
+    from sglang_dspark.verify.layout import VerifyRows
     from sglang_dspark.verify.sampling import SamplingParams
 
 
@@ -45,6 +46,8 @@ class RoundState:
     kv_plan: KVLocPlan
     # how each request samples; None: every request is greedy
     sampling: SamplingParams | None
+    # KV tokens that the batch attends to, as far as the host knows
+    context: float
 
 
 @dataclass(frozen=True)
@@ -72,5 +75,7 @@ class Drafter(Protocol):
     def propose(self, state: RoundState) -> DraftBlock:
         """Draft one block per request."""
 
-    def commit(self, state: RoundState, verdict: Verdict, aux_hidden: torch.Tensor) -> None:
-        """Catch up with what was committed. aux_hidden: [R * W, F * H], window rows in order."""
+    def commit(
+        self, state: RoundState, verdict: Verdict, aux_hidden: torch.Tensor, rows: VerifyRows
+    ) -> None:
+        """Catch up with what was committed. aux_hidden: [M, F * H], of the forward's rows."""

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
     from sglang_dspark.config import SpecConfig
     from sglang_dspark.verify.accept import Verdict
+    from sglang_dspark.verify.layout import VerifyRows
 
 
 class DSparkDrafter:
@@ -128,11 +129,13 @@ class DSparkDrafter:
             )
         return DraftBlock(tokens=tokens, probs=probs, confidence_logits=confidence)
 
-    def commit(self, state: RoundState, verdict: Verdict, aux_hidden: torch.Tensor) -> None:
-        # All W rows, rejected ones too: those lie at or behind the next anchor, where the next
+    def commit(
+        self, state: RoundState, verdict: Verdict, aux_hidden: torch.Tensor, rows: VerifyRows
+    ) -> None:
+        # All rows, rejected ones too: those lie at or behind the next anchor, where the next
         # round's block writes before anything reads. So nothing needs to be masked or counted.
-        slots = state.kv_plan.write_ids(self.runner.kv_index_translator)
-        self._write_context_kv(aux_hidden, state.positions.flatten(), slots)
+        slots = state.kv_plan.write_ids(self.runner.kv_index_translator, cols=rows.columns)
+        self._write_context_kv(aux_hidden, rows.positions, slots)
 
     def _backbone(self, state: RoundState) -> torch.Tensor:
         """Hidden states [R * gamma, H] of the block behind each anchor."""

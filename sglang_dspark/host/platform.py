@@ -10,6 +10,7 @@ import json
 import logging
 import os
 from pathlib import Path
+from platform import processor as machine_name
 from typing import Any
 
 import torch
@@ -64,6 +65,15 @@ def activate() -> str | None:
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" and not requested:
         return None  # the user wants SGLang's own CPU engine
     return f"{__name__}.HostPlatform"
+
+
+def describe_cpu() -> str:
+    """The processor's name and the cores that may be used, e.g. for a cost table."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    name = names[0] if names else machine_name()
+    return f"{name}, {threads.usable_cores()} cores"
 
 
 def is_active() -> bool:

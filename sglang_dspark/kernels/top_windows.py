@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 
-def top_windows_reference(survivals: torch.Tensor, budget: torch.Tensor) -> torch.Tensor:
-    """survivals float32 [R, γ], never rising along a row; budget int64 [] -> windows int64 [R]."""
+def top_windows_reference(survivals: torch.Tensor, budget: int) -> torch.Tensor:
+    """survivals float32 [R, γ], never rising along a row; budget: K -> windows int64 [R]."""
     requests, gamma = survivals.shape
     by_position = survivals.T.reshape(-1)
     order = by_position.argsort(descending=True, stable=True)
@@ -23,13 +23,13 @@ def top_windows_reference(survivals: torch.Tensor, budget: torch.Tensor) -> torc
     return 1 + admitted.sum(dim=0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+# Budgets and batch sizes change every round: none of their values is worth a compilation.
+@triton.jit(do_not_specialize=["budget", "requests"])  # type: ignore[untyped-decorator]
 def _rank_kernel(  # type: ignore[no-untyped-def]
     survivals, budget, windows, requests, gamma, TOTAL: tl.constexpr, BLOCK: tl.constexpr
 ):
     """One program a request: counts, for each of its tokens, those that come before."""
     row = tl.program_id(0)
-    limit = tl.load(budget)
     admitted = 0
     for k in range(gamma):
         own = tl.load(survivals + row * gamma + k)
@@ -42,12 +42,12 @@ def _rank_kernel(  # type: ignore[no-untyped-def]
             earlier = (position < k) | ((position == k) & (index // gamma < row))
             first = (other > own) | ((other == own) & earlier)
             before += tl.sum((first & inside).to(tl.int32), axis=0)
-        admitted += (before < limit).to(tl.int32)
+        admitted += (before < budget).to(tl.int32)
     tl.store(windows + row, 1 + admitted)
 
 
-def top_windows(survivals: torch.Tensor, budget: torch.Tensor) -> torch.Tensor:
-    """As the reference, in one launch; the budget stays on the device."""
+def top_windows(survivals: torch.Tensor, budget: int) -> torch.Tensor:
+    """As the reference, in one launch and without a host sync."""
     requests, gamma = survivals.shape
     survivals = survivals.contiguous()
     windows = torch.empty(requests, dtype=torch.int64, device=survivals.device)

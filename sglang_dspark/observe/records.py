@@ -1,68 +1,95 @@
-"""What the last rounds did, kept on the host and shown by /server_info.
-
-Accept counts come from SGLang's own copy to the host, and confidences are copied only when somebody
-asks, so that a round costs no device synchronisation.
-"""
+"""What the last rounds did, kept on the host and shown by /server_info."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    import torch
+import numpy as np
 
+if TYPE_CHECKING:
     from sglang_dspark.config import SpecConfig
+    from sglang_dspark.schedule.rounds import FinishedRound
 
 KEPT_ROUNDS = 1024
 KEPT_CONFIDENCES = 8
 
 
 class RoundRecords:
-    """Accept lengths of the most recent rounds, and totals since the start or the last clear."""
+    """The most recent rounds, and totals since the start or the last clear."""
 
     def __init__(self, config: SpecConfig) -> None:
         self._config = config
         self.clear()
 
     def clear(self) -> None:
-        self._recent: deque[list[int]] = deque(maxlen=KEPT_ROUNDS)
-        self._confidences: deque[torch.Tensor] = deque(maxlen=KEPT_CONFIDENCES)
-        self._rounds = 0
-        self._windows = 0
-        self._accepted = 0
+        self._recent: deque[FinishedRound] = deque(maxlen=KEPT_ROUNDS)
+        self._totals: dict[str, float] = dict.fromkeys(
+            ("rounds", "plain_rounds", "windows", "accepted", "offered", "verified", "computed"), 0
+        )
+        self._ceiling = self._reached = self._broken = 0
 
-    def add(self, accepted: Sequence[int]) -> None:
-        """Accepted draft tokens of each request in one round."""
-        self._recent.append([1 + count for count in accepted])
-        self._rounds += 1
-        self._windows += len(accepted)
-        self._accepted += sum(accepted)
-
-    def keep_confidence(self, logits: torch.Tensor) -> None:
-        """Confidence logits [R, gamma] of a round; they stay on the device until they are asked."""
-        self._confidences.append(logits)
+    def add(self, done: FinishedRound) -> None:
+        self._recent.append(done)
+        requests = len(done.windows)
+        for name, value in (
+            ("rounds", 1),
+            ("plain_rounds", not done.decision.draft),
+            ("windows", requests),
+            ("accepted", int(done.accepted.sum())),
+            ("offered", int((done.windows - 1).sum())),
+            ("verified", int(done.windows.sum())),
+            ("computed", done.tokens),
+        ):
+            self._totals[name] += value
+        if done.full and done.decision.draft:
+            self._ceiling += int(done.ceiling.sum()) + requests
+            self._reached += int(done.accepted.sum()) + requests
+        self._broken += done.broken
 
     def dump(self) -> dict[str, Any]:
-        """The resolved configuration, the totals, and the accept lengths round by round.
+        """The resolved configuration, totals, and the last rounds one by one.
 
-        accept_lens: one list per round, oldest first, with the tokens that each request of the
-        batch committed (accepted drafts and the bonus).
-        confidence_logits: [R][gamma] of each of the last rounds, oldest first.
+        accept_rate: accepted draft tokens for one in a verify window. padding: share of the verify
+        forward's tokens that belonged to no window (compact). utilisation: committed tokens for one
+        that a full window would have committed (where full windows are run).
+        accept_lens, windows: one list per round, oldest first, an entry per request.
+        tokens, budgets, predicted_ms, measured_ms: one entry per round.
+        confidences: survivals [R][gamma] of each of the last rounds.
         """
-        config = self._config
+        config, totals = self._config, self._totals
+        recent = list(self._recent)
+        compact = config.mode == "compact"
+        drafted = [done for done in recent if done.survivals is not None][-KEPT_CONFIDENCES:]
         return {
             "plugin": "sglang-dspark",
             "algorithm": str(config.algorithm),
             "mode": str(config.mode),
             "gamma": config.gamma,
             "resolved": config.describe(),
-            "rounds": self._rounds,
-            "accept_length": 1 + self._accepted / self._windows if self._windows else None,
-            "accept_rate": (
-                self._accepted / (self._windows * config.gamma) if self._windows else None
-            ),
-            "accept_lens": list(self._recent),
-            "confidence_logits": [logits.tolist() for logits in self._confidences],
+            **{name: int(value) for name, value in totals.items()},
+            "accept_length": _ratio(totals["accepted"] + totals["windows"], totals["windows"]),
+            "accept_rate": _ratio(totals["accepted"], totals["offered"]),
+            "padding": _ratio(totals["computed"] - totals["verified"], totals["computed"])
+            if compact
+            else 0.0,
+            "utilisation": _ratio(self._reached, self._ceiling),
+            "broken_confidences": self._broken,
+            "accept_lens": [(done.accepted + 1).tolist() for done in recent],
+            "windows_of_rounds": [done.windows.tolist() for done in recent],
+            "tokens": [done.tokens for done in recent],
+            "budgets": [done.decision.budget for done in recent],
+            "predicted_ms": [round(1e3 * done.decision.seconds, 3) for done in recent],
+            "measured_ms": [
+                None if done.seconds is None else round(1e3 * done.seconds, 3) for done in recent
+            ],
+            "confidences": [
+                np.round(done.survivals, 6).tolist()
+                for done in drafted
+                if done.survivals is not None
+            ],
         }
+
+
+def _ratio(above: float, below: float) -> float | None:
+    return above / below if below else None

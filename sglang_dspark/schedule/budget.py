@@ -43,9 +43,11 @@ def choose_budget(
     cost: StepCost,
     context: float,
     min_gain: float = 0.02,
+    trust: float = 1.0,
 ) -> Budget:
     """The budget of the greatest Θ; every draft token, unless another is better by min_gain.
 
+    trust: accepted tokens for one that the survivals promise, as observed.
     Survivals that are not finite count as 1: a broken confidence must not trim anything.
     """
     requests, gamma = survivals.shape
@@ -56,7 +58,7 @@ def choose_budget(
     sizes = np.array([tier.tokens for tier in grid.tiers[first : last + 1]])
     budgets = np.minimum(sizes - requests, full)
     seconds = cost.seconds(requests, sizes.astype(np.float64), context)
-    expected = requests + sums[budgets]
+    expected = requests + trust * sums[budgets]
     rates = expected / seconds
     best = int(rates.argmax())
     if rates[best] < rates[-1] * (1 + min_gain):
@@ -64,22 +66,27 @@ def choose_budget(
     return Budget(int(budgets[best]), first + best, float(expected[best]), float(seconds[best]))
 
 
-def early_stop(survivals: Floats, grid: TierGrid, cost: StepCost, context: float) -> Budget:
+def early_stop(
+    survivals: Floats, grid: TierGrid, cost: StepCost, context: float, trust: float = 1.0
+) -> Budget:
     """Algorithm 1 of the DSpark paper: admit by falling survival, stop before the first drop of Θ.
 
-    Whether the next token is admitted depends on those before it only, which keeps the rule
-    lossless with this round's own survivals; it stops at the first cliff of a stepped T.
+    Θ is taken at the exact token count, since a tier's step would end the search at its foot; the
+    tier of what was admitted is then filled with the next tokens in order. A token's admission so
+    depends on tokens that come before it in this order only, never on itself or on what follows it
+    in its block, which keeps the rule lossless with this round's own survivals.
     """
     requests, gamma = survivals.shape
     sums = sorted_sums(survivals)
-    counts = requests + np.arange(requests * gamma + 1)
-    tiers = np.array([grid.index(int(count), requests) for count in counts])
-    sizes = np.array([grid.tiers[i].tokens for i in tiers], dtype=np.float64)
-    rates = (requests + sums) / cost.seconds(requests, sizes, context)
+    counts = requests + np.arange(requests * gamma + 1, dtype=np.float64)
+    rates = (requests + trust * sums) / cost.seconds(requests, counts, context)
     falls = np.flatnonzero(np.diff(rates) < 0)
-    best = int(falls[0]) if len(falls) else len(rates) - 1
-    seconds = cost.seconds(requests, sizes[best : best + 1], context)
-    return Budget(best, int(tiers[best]), float(requests + sums[best]), float(seconds[0]))
+    admitted = int(falls[0]) if len(falls) else len(rates) - 1
+    tier = grid.index(requests + admitted, requests)
+    size = grid.tiers[tier].tokens
+    budget = min(size - requests, requests * gamma)
+    seconds = cost.seconds(requests, np.array([float(size)]), context)
+    return Budget(budget, tier, float(requests + trust * sums[budget]), float(seconds[0]))
 
 
 def sorted_sums(survivals: Floats) -> Floats:

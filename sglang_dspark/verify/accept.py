@@ -34,7 +34,7 @@ class Verdict:
     commit_lens: torch.Tensor
     # [R] int64
     bonus: torch.Tensor
-    # [R] int64: draft tokens that a full window would have accepted
+    # [R] int64: draft tokens that a full window would have accepted, if every row of it was run
     ceiling: torch.Tensor
 
 
@@ -57,27 +57,33 @@ def accept_sampled(
     target_probs: torch.Tensor,
     generator: torch.Generator | None = None,
     windows: torch.Tensor | None = None,
+    rows: torch.Tensor | None = None,
 ) -> Verdict:
     """Speculative sampling.
 
     draft_tokens: [R, gamma] int64, token k drawn from draft_probs[:, k].
     draft_probs:  [R, gamma, V] float32, q.
-    target_probs: [R, W, V] float32, p after each window row.
+    target_probs: [R, W, V] or packed [M, V] float32, p after each window row.
     windows:      [R] int64, 1 to W rows of each request that count; None: all.
+    rows:         [R, W] int64, the packed row of each place of a window; a place behind the window
+                  may name any row. None: target_probs holds all R * W rows in order.
     A greedy request takes part with one-hot rows: the rule then reads "equal to the argmax".
     """
     num_requests, gamma = draft_tokens.shape
-    index = draft_tokens.unsqueeze(-1)
-    p = target_probs[:, :-1].gather(-1, index).squeeze(-1)
-    q = draft_probs.gather(-1, index).squeeze(-1)
+    vocab = target_probs.shape[-1]
+    target_probs = target_probs.reshape(-1, vocab)
+    if rows is None:
+        rows = torch.arange(len(target_probs), device=target_probs.device).view(num_requests, -1)
+    p = target_probs.view(-1).take(rows[:, :-1] * vocab + draft_tokens)
+    q = draft_probs.gather(-1, draft_tokens.unsqueeze(-1)).squeeze(-1)
     coin = torch.rand(p.shape, device=p.device, generator=generator)
     # coin < p / q without the division: q(x) > 0, since x was drawn from q.
     ceiling = _leading_run(coin * q < p)
     accepted = ceiling if windows is None else torch.minimum(ceiling, windows - 1)
 
-    rows = torch.arange(num_requests, device=p.device)
-    p_next = target_probs[rows, accepted]
-    q_next = draft_probs[rows, accepted.clamp(max=gamma - 1)]
+    p_next = target_probs[rows.gather(1, accepted.unsqueeze(1)).squeeze(1)]
+    requests = torch.arange(num_requests, device=p.device)
+    q_next = draft_probs[requests, accepted.clamp(max=gamma - 1)]
     # Where all of the window survived, nothing was rejected.
     verified = gamma if windows is None else windows - 1
     rejected = (accepted < verified).unsqueeze(1)
@@ -86,6 +92,17 @@ def accept_sampled(
     empty = residual.sum(dim=-1, keepdim=True) <= 0
     bonus = draw(torch.where(empty, p_next, residual), generator)
     return _verdict(draft_tokens, accepted, bonus, ceiling)
+
+
+def accept_nothing(
+    draft_tokens: torch.Tensor, target_probs: torch.Tensor, generator: torch.Generator | None = None
+) -> Verdict:
+    """A round without a draft: one token from target_probs [R, V], the p behind each anchor.
+
+    draft_tokens: [R, gamma] int64, of any content; they fill the padding of `Verdict.tokens`.
+    """
+    nothing = torch.zeros(len(draft_tokens), dtype=torch.int64, device=draft_tokens.device)
+    return _verdict(draft_tokens, nothing, draw(target_probs, generator), nothing)
 
 
 def _leading_run(survives: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.sampler import apply_custom_logit_processor
-from sglang.srt.utils.async_probe import sanitize_nan_logits
 from sglang.srt.utils.common import async_h2d
 
 if TYPE_CHECKING:
@@ -44,6 +43,12 @@ class LogitAdjuster:
             )
         self._penalties.start(batch.reqs)
 
+    def adjusts(self, batch: ScheduleBatch) -> bool:
+        """Whether `apply` (but for a grammar) changes any logit of the batch."""
+        info = batch.sampling_info
+        penalties = self._penalties is not None and _any_penalty(batch)
+        return bool(penalties or info.logit_bias is not None or info.has_custom_logit_processor)
+
     def apply(
         self,
         logits: torch.Tensor,
@@ -62,7 +67,6 @@ class LogitAdjuster:
             rows.add_(info.logit_bias.unsqueeze(1))
         if info.has_custom_logit_processor:
             apply_custom_logit_processor(logits, info, num_tokens_in_batch=self._width)
-        sanitize_nan_logits(logits, "sglang-dspark: verify logits")
 
     def commit(self, batch: ScheduleBatch, anchors: torch.Tensor, verdict: Verdict) -> None:
         """Count what a round committed: the anchor and the accepted drafts.

@@ -52,13 +52,13 @@ class SamplingParams:
             any_greedy=info.is_any_greedy,
         )
 
-    def repeat(self, times: int) -> SamplingParams:
-        """Parameters with every row repeated `times` times, for R x `times` packed rows."""
+    def of_rows(self, requests: torch.Tensor) -> SamplingParams:
+        """Parameters of packed rows; requests [M] int64 names the request of each."""
         return SamplingParams(
-            temperature=self.temperature.repeat_interleave(times, dim=0),
-            top_k=self.top_k.repeat_interleave(times),
-            top_p=self.top_p.repeat_interleave(times),
-            min_p=self.min_p.repeat_interleave(times),
+            temperature=self.temperature[requests],
+            top_k=self.top_k[requests],
+            top_p=self.top_p[requests],
+            min_p=self.min_p[requests],
             need_top_k=self.need_top_k,
             need_top_p=self.need_top_p,
             need_min_p=self.need_min_p,

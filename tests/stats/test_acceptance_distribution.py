@@ -140,13 +140,13 @@ def random_windows(probs, drafted, generator):
 def windows_from_distributions(probs, drafted, generator):
     """Top-K over survivals whose confidence is max q_k: a function of x_<k and q_k alone."""
     survivals = probs.amax(dim=-1).cumprod(dim=1)
-    return top_windows_reference(survivals, torch.tensor(len(drafted)))
+    return top_windows_reference(survivals, len(drafted))
 
 
 def windows_from_the_tokens_drawn(probs, drafted, generator):
     """The same with q_k(x_k), the drawn token's own probability. It says something of x_k."""
     own = probs.gather(-1, drafted.unsqueeze(-1)).squeeze(-1)
-    return top_windows_reference(own.cumprod(dim=1), torch.tensor(len(drafted)))
+    return top_windows_reference(own.cumprod(dim=1), len(drafted))
 
 
 @pytest.mark.parametrize("windows", [random_windows, windows_from_distributions])

@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import micro
-from sglang_dspark import config, plugin
+from sglang_dspark import plugin
 from sglang_dspark.config import TargetModel, resolve
 from sglang_dspark.errors import ConfigError
 
@@ -228,7 +228,7 @@ def test_a_flag_that_cannot_be_served(draft, changes, words):
 
 def test_a_mode_that_is_not_served(draft):
     with pytest.raises(ConfigError, match=r"SGLANG_RAGGED_VERIFY_MODE is 'compcat'.*static"):
-        resolve(args(draft), TARGET, environ={config.VERIFY_MODE_ENV: "compcat"})
+        resolve(args(draft), TARGET, environ={"SGLANG_RAGGED_VERIFY_MODE": "compcat"})
 
 
 def test_another_sglang_version_stops_the_process():

@@ -17,7 +17,7 @@ from cuda_graph import TierGrid
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.kernels.top_windows import top_windows_reference
 from sglang_dspark.schedule.budget import choose_budget, early_stop
-from sglang_dspark.schedule.survival import read_temperatures, survivals
+from sglang_dspark.schedule.calibration import read_temperatures, survivals
 
 GAMMA = 5
 STEEP = CostModel(0.01, (1.0,), (0.0,), (1.0, 8.0, 200.0), (0.0, 0.001, 0.2))
@@ -78,24 +78,35 @@ def test_broken_confidences_trim_nothing() -> None:
     assert budget.expected_tokens >= 3 + GAMMA
 
 
-def test_early_stop_equals_a_loop_and_stops_at_the_first_cliff() -> None:
-    for seed in range(6):
+def test_early_stop_equals_a_loop_and_fills_its_tier() -> None:
+    stopped_early = 0
+    for seed in range(12):
         values = random_survivals(5, seed)
         grid = TierGrid.choose(5, GAMMA, 6)
+        exact = TierGrid.choose(5, GAMMA, 5 * (GAMMA + 1))  # a tier for every token count
         found = early_stop(values, grid, STEEP, 0.0)
-        budget = 0
-        while budget < values.size and rate(values, budget + 1, grid, STEEP, 0.0) >= rate(
-            values, budget, grid, STEEP, 0.0
+        admitted = 0
+        while admitted < values.size and rate(values, admitted + 1, exact, STEEP, 0.0) >= rate(
+            values, admitted, exact, STEEP, 0.0
         ):
-            budget += 1
-        assert found.tokens == budget
-        assert found.throughput <= choose_budget(values, grid, STEEP, 0.0, 0.0).throughput + 1e-9
-    # Two requests, tiers of 3 and 12 tokens. The step to the second makes Θ fall, and filling it
-    # would more than make up for that.
-    values, grid = np.full((2, GAMMA), 0.9), TierGrid.of([3, 12], 2, GAMMA)
-    cost = CostModel(0.01, (1.0,), (0.0,), (3.0, 12.0), (0.0, 0.01))
-    assert early_stop(values, grid, cost, 0.0).tokens == 1
-    assert choose_budget(values, grid, cost, 0.0, 0.0).tokens == 10
+            admitted += 1
+        tier = grid.fit(5 + admitted, 5)
+        assert grid.tiers[found.tier] == tier
+        assert found.tokens == min(tier.tokens - 5, values.size)
+        assert found.throughput == pytest.approx(rate(values, found.tokens, grid, STEEP, 0.0))
+        stopped_early += found.tokens < values.size
+    assert stopped_early > 3
+
+
+def test_early_stop_never_looks_behind_where_it_stops() -> None:
+    """What decides on a token are those before it: later survivals may be anything."""
+    values = np.array([[0.9, 0.8, 0.05, 0.04, 0.03], [0.7, 0.06, 0.05, 0.04, 0.03]])
+    grid = TierGrid.choose(2, GAMMA, 12)
+    cost = CostModel(0.01, (1.0,), (0.0,), (1.0, 12.0), (0.0, 0.03))
+    found = early_stop(values, grid, cost, 0.0)
+    assert found.tokens == 3
+    later = np.where(values < 0.06, 0.0, values)
+    assert early_stop(later, grid, cost, 0.0).tokens == 3
 
 
 # --- windows -------------------------------------------------------------------------------------
@@ -113,7 +124,7 @@ def windows_by_hand(values: list[list[float]], budget: int) -> list[int]:
 def test_windows_are_the_greatest_survivals(budget: int) -> None:
     values = random_survivals(7, budget).astype(np.float32)
     values[2], values[5] = values[4], 1.0  # ties
-    found = top_windows_reference(torch.from_numpy(values), torch.tensor(budget))
+    found = top_windows_reference(torch.from_numpy(values), budget)
     assert found.tolist() == windows_by_hand(values.tolist(), budget)
     assert int(found.sum()) == 7 + min(budget, 35)
 
@@ -128,12 +139,10 @@ for requests, gamma in ((1, 1), (7, 5), (40, 7), (150, 7)):
     values[requests // 2] = values[0]
     values[-1] = 1.0
     for budget in (0, requests * gamma // 2, requests * gamma + 9):
-        budget = torch.tensor(budget, device=device)
         expected = top_windows_reference(values, budget)
         assert torch.equal(top_windows(values, budget), expected), (requests, gamma, budget)
 ties = torch.ones(9, 5, device=device)
 for budget in (4, 13, 22):
-    budget = torch.tensor(budget, device=device)
     assert torch.equal(top_windows(ties, budget), top_windows_reference(ties, budget)), budget
 print("equal")
 """

@@ -9,7 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cost_tables import CostModel, Fingerprint, TableError, fit, load_table, save_table
+from cost_tables import (
+    CostModel,
+    Fingerprint,
+    RoundCost,
+    TableError,
+    fit,
+    load_table,
+    save_table,
+)
 from cost_tables.model import Cells, relative_errors
 
 MODEL = CostModel(
@@ -59,7 +67,7 @@ def test_a_table_reads_back(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     save_table(path, MODEL, PLACE, 0.02, cells=48)
     table = load_table(path)
-    assert table.cost == MODEL and table.fingerprint == PLACE and table.median_error == 0.02
+    assert table.cost == RoundCost(MODEL) and table.fingerprint == PLACE and table.median_error == 0.02
     other = Fingerprint("gpu", "m", "float32", 1, 5, "host")
     assert PLACE.differences(other) == ["device: cpu against gpu", "gamma: 7 against 5"]
 
@@ -73,14 +81,14 @@ def test_sglangs_tables_load(tmp_path: Path) -> None:
 
     steps = SpsCostTable([1, 8, 64], [100.0, 80.0, 20.0], 64)
     (tmp_path / "s.json").write_text(steps.to_json())
-    cost = load_table(tmp_path / "s.json").cost
+    cost = load_table(tmp_path / "s.json").cost.drafted
     tokens = np.array([1.0, 7.0, 8.0, 63.0, 64.0, 100.0])
     expected = [1 / steps.lookup(int(t)) for t in tokens]
     assert cost.seconds(1, tokens, 0.0).tolist() == pytest.approx(expected)
 
     additive = SpsAdditiveCostTable(0.01, [1, 8], [-0.002, 0.001], [1, 16, 64], [0.0, 0.003, 0.02])
     (tmp_path / "a.json").write_text(additive.to_json())
-    cost = load_table(tmp_path / "a.json").cost
+    cost = load_table(tmp_path / "a.json").cost.drafted
     for requests in (1, 4, 8):
         for budget in (0, 5, 40):
             expected_s = additive.step_time(num_reqs=requests, budget=budget)

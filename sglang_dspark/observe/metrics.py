@@ -1,0 +1,90 @@
+"""What rounds did, as Prometheus metrics on the server's own /metrics.
+
+Every name starts with `sglang_dspark:`. They are made only if the server was started with
+--enable-metrics; SGLang then collects the metrics of all its processes in one place.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from sglang_dspark.schedule.rounds import FinishedRound
+    from sglang_dspark.schedule.scheduler import Ints
+
+PREFIX = "sglang_dspark:"
+
+
+class RoundMetrics:
+    """Counters and histograms of one scheduler process. labels: put on every metric.
+    max_tokens: of a verify forward.
+
+    Imports prometheus_client here, since SGLang first has to say where processes meet.
+    """
+
+    def __init__(self, max_tokens: int, labels: dict[str, str]) -> None:
+        from prometheus_client import Counter, Histogram
+
+        names = list(labels)
+
+        def counter(name: str, about: str, *more: str) -> Any:
+            made = Counter(PREFIX + name, about, [*names, *more])
+            return made if more else made.labels(**labels)
+
+        def histogram(name: str, about: str, buckets: list[float]) -> Any:
+            return Histogram(PREFIX + name, about, names, buckets=buckets).labels(**labels)
+
+        sizes = [0.0, *(2.0**i for i in range(max_tokens.bit_length() + 1))]
+        seconds = [0.001 * 2**i for i in range(14)]
+        self._labels = labels
+        self.rounds = counter("rounds", "Decode rounds, by whether they were drafted", "drafted")
+        # By length rather than as histograms: exact, and a round costs gamma steps, not R.
+        self.windows = counter(
+            "verify_windows", "Verify windows, by their tokens (anchor included)", "tokens"
+        )
+        self.accepts = counter(
+            "accept_lengths", "Windows, by the tokens they committed (bonus included)", "tokens"
+        )
+        self.ceilings = counter(
+            "accept_ceilings",
+            "Windows, by the tokens a full window would have committed (static, cap-accept)",
+            "tokens",
+        )
+        self.budget = histogram("verify_budget", "Draft tokens verified in a round", sizes)
+        self.tier = histogram("verify_tier", "Tokens of a round's verify forward", sizes)
+        self.verified = counter("verified_tokens", "Tokens of verify windows, anchors included")
+        self.padding = counter("padding_tokens", "Tokens of verify forwards that were padding")
+        self.predicted = histogram("predicted_step_seconds", "Step time by the table", seconds)
+        self.measured = histogram("measured_step_seconds", "Step time, round to round", seconds)
+        self.fallbacks = counter(
+            "fallbacks",
+            "Rounds (or requests: confidence) that could not be served as planned",
+            "reason",
+        )
+
+    def add(self, done: FinishedRound) -> None:
+        """Count a round that is over."""
+        windows = int(done.windows.sum())
+        self.rounds.labels(**self._labels, drafted=str(done.decision.draft).lower()).inc()
+        self._count(self.windows, done.windows)
+        self._count(self.accepts, done.accepted + 1)
+        if done.full and done.decision.draft:
+            self._count(self.ceilings, done.ceiling + 1)
+        self.budget.observe(int(np.maximum(done.windows - 1, 0).sum()))
+        self.tier.observe(done.tokens)
+        self.verified.inc(windows)
+        self.padding.inc(0 if done.full else done.tokens - windows)
+        if done.decision.seconds > 0 and done.seconds is not None:
+            self.predicted.observe(done.decision.seconds)
+            self.measured.observe(done.seconds)
+        if done.broken:
+            self.fallbacks.labels(**self._labels, reason="confidence").inc(done.broken)
+        if done.decision.tier is None:
+            self.fallbacks.labels(**self._labels, reason="batch_above_grid").inc()
+
+    def _count(self, counter: Any, lengths: Ints) -> None:
+        for length, count in enumerate(np.bincount(lengths).tolist()):
+            if count:
+                counter.labels(**self._labels, tokens=length).inc(count)

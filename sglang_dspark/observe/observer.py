@@ -1,0 +1,44 @@
+"""Everything that looks at rounds that are over: records, metrics, the self-check."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sglang_dspark.observe.metrics import RoundMetrics
+from sglang_dspark.observe.records import RoundRecords
+from sglang_dspark.observe.selfcheck import AcceptanceCheck
+
+if TYPE_CHECKING:
+    from sglang_dspark.config import SpecConfig
+    from sglang_dspark.schedule.rounds import FinishedRound
+    from sglang_dspark.schedule.windows import WindowScheduler
+
+
+class Observer:
+    """metrics: whether the server exports any. labels: of each, as SGLang has them."""
+
+    def __init__(
+        self,
+        config: SpecConfig,
+        windows: WindowScheduler,
+        max_tokens: int,
+        labels: dict[str, str] | None,
+    ) -> None:
+        self._windows = windows
+        self._check = AcceptanceCheck(config.describe())
+        self._records = RoundRecords(config)
+        self._metrics = None if labels is None else RoundMetrics(max_tokens, labels)
+
+    def add(self, done: FinishedRound) -> None:
+        if done.decision.draft:
+            self._check.add(done.accepted.tolist())
+        self._records.add(done)
+        if self._metrics is not None:
+            self._metrics.add(done)
+
+    def dump(self) -> dict[str, Any]:
+        """What /server_info shows of a DSPARK worker, as `dspark_info_record`."""
+        return {**self._records.dump(), "schedule": self._windows.describe()}
+
+    def clear(self) -> None:
+        self._records.clear()

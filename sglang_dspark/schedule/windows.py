@@ -1,0 +1,149 @@
+"""Sizing the windows of a round: the host's decision, then the windows on the device.
+
+This is the one place where a round's budget, windows and tier are settled, and where the ranks of a
+tensor-parallel group come to the same ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from cuda_graph.tiers import Tier, TierGrid
+from sglang_dspark.config import SpecConfig, VerifyMode
+from sglang_dspark.drafters.base import DraftBlock
+from sglang_dspark.kernels.top_windows import top_windows, top_windows_reference
+from sglang_dspark.schedule.agree import Agreement
+from sglang_dspark.schedule.calibration import survivals
+from sglang_dspark.schedule.cost_source import CostSource
+from sglang_dspark.schedule.rounds import FinishedRound
+from sglang_dspark.schedule.scheduler import BudgetScheduler, Decision, Ints
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A round's windows. windows: [R] int64, None: full. survivals: [R, γ] float32, None: none
+    known. broken: [R] bool, requests whose confidences are not finite."""
+
+    decision: Decision
+    windows: torch.Tensor | None
+    survivals: torch.Tensor | None
+    broken: torch.Tensor | None
+
+
+class WindowScheduler:
+    """overlap: whether SGLang launches a round before it has seen the one before."""
+
+    def __init__(
+        self,
+        config: SpecConfig,
+        request_pool: Any,
+        device: torch.device,
+        agreement: Agreement,
+        overlap: bool,
+    ) -> None:
+        self.config, self._pool, self._device = config, request_pool, device
+        self._agreement, self._overlap = agreement, overlap
+        temperatures = config.schedule.temperatures or (1.0,) * config.gamma
+        self._temperatures = torch.tensor(temperatures, device=device)
+        self._budgets: BudgetScheduler | None = None
+        self.grid: TierGrid | None = None
+        self.source: CostSource | None = None
+
+    def use_grid(self, grid: TierGrid) -> None:
+        """Graphs are captured."""
+        self.grid = grid
+
+    def start(self, source: CostSource) -> None:
+        """The table is known too."""
+        assert self.grid is not None
+        self.source = source
+        rows = self._pool.req_to_token.shape[0]
+        self._budgets = BudgetScheduler(
+            self.config.schedule, self.config.gamma, self.grid, source.cost, rows
+        )
+
+    def requests(self, batch: ScheduleBatch) -> tuple[Ints, Ints]:
+        """Rows of SGLang's request table and their generations, which tell new tenants of a row."""
+        rows = batch.req_pool_indices_cpu
+        return rows.numpy().astype(np.int64), self._pool.req_generation[rows].numpy().copy()
+
+    def decide(self, rows: Ints, generations: Ints, context: float) -> Decision:
+        """Before drafting. context: KV tokens that the batch attends to."""
+        budgets = self._budgets
+        if budgets is None:
+            return Decision(True, len(rows) * self.config.gamma, None)
+        decision = self._agreement.decision(lambda: budgets.decide(rows, generations, context))
+        if self.config.mode is VerifyMode.CAP_ACCEPT and not decision.draft:
+            # All is verified in this mode, so there has to be something; none of it is committed.
+            return replace(decision, draft=True)
+        return decision
+
+    def plan(self, decision: Decision, block: DraftBlock, context: float) -> Plan:
+        """After drafting. Lossless: window ℓ of a request depends on confidences of its first ℓ
+        tokens at most, each of which knows the tokens before its own only."""
+        requests, gamma = block.tokens.shape
+        logits = block.confidence_logits
+        if logits is None:
+            windows = None
+            if not decision.draft:
+                windows = torch.ones(requests, dtype=torch.int64, device=self._device)
+            return Plan(decision, windows, None, None)
+        known = survivals(logits, self._temperatures)
+        broken = ~torch.isfinite(logits).all(dim=-1)
+        if self._budgets is None:
+            return Plan(decision, None, known, broken)
+        if self._stops_early(decision):
+            host = known.cpu().numpy().astype(np.float64)
+            budgets = self._budgets
+            decision = self._agreement.decision(lambda: budgets.stop_early(host, context))
+        if decision.budget >= requests * gamma:
+            windows = torch.full((requests,), gamma + 1, dtype=torch.int64, device=self._device)
+        else:
+            choose = top_windows_reference if self._device.type == "cpu" else top_windows
+            windows = self._agreement.tensor(choose(known, decision.budget))
+        return Plan(decision, windows, known, broken)
+
+    def tier(self, decision: Decision) -> Tier | None:
+        """Where the round's rows are packed; None: they are not."""
+        if self.config.mode is not VerifyMode.COMPACT or self.grid is None:
+            return None
+        return None if decision.tier is None else self.grid.tiers[decision.tier]
+
+    def learn(self, done: FinishedRound) -> None:
+        """From a round that is over."""
+        if self._budgets is None:
+            return
+        if done.survivals is not None:
+            self._budgets.learn(
+                done.rows, done.generations, done.survivals, done.windows, done.accepted
+            )
+        if done.seconds is not None:
+            self._budgets.learn_time(done.decision, done.seconds)
+
+    def describe(self) -> dict[str, str]:
+        """What a user should know of it, by topic."""
+        if self.grid is None or self.source is None:
+            return {"windows": f"full, {self.config.width} tokens"}
+        config = self.config.schedule
+        when = "two rounds old" if self._overlap else "of the round itself, by early stop"
+        return {
+            "tiers": f"{self.grid.describe()} tokens, up to {self.grid.max_requests} requests",
+            "budget": f"{config.budget}, from confidences {when}, minimum gain {config.min_gain}",
+            "cost table": self.source.about,
+            "calibration": config.calibration,
+        }
+
+    def _stops_early(self, decision: Decision) -> bool:
+        return (
+            not self._overlap
+            and self.config.schedule.budget == "auto"
+            and decision.draft
+            and decision.tier is not None
+        )
