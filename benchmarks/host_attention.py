@@ -65,10 +65,7 @@ def main(argv: list[str] | None = None) -> None:
     report = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "machine": describe_machine(),
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("torch", "sglang", "sglang-dspark")},
-        },
+        "versions": versions(),
         "model": "SmolLM2-135M-Instruct",
         "workload": {
             "prompt_tokens": args.prompt_tokens,
@@ -189,6 +186,13 @@ def describe_machine() -> dict[str, Any]:
         "cpu": names[0] if names else platform.processor(),
         "usable_cores": usable_cores(),
         "memory_gb": round(psutil.virtual_memory().total / 2**30, 1),
+    }
+
+
+def versions() -> dict[str, str]:
+    return {
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "sglang", "sglang-dspark")},
     }
 
 

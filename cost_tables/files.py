@@ -70,7 +70,9 @@ class StepFunction:
     tokens: tuple[int, ...]
     steps_per_second: tuple[float, ...]
 
-    def seconds(self, requests: int, tokens: Floats, context: float) -> Floats:
+    def seconds(
+        self, requests: int, tokens: Floats, context: float, drafted: Floats | float = 0.0
+    ) -> Floats:
         place = np.searchsorted(self.tokens, tokens, side="right") - 1
         rates = np.asarray(self.steps_per_second)[place.clip(min=0)]
         seconds: Floats = 1 / rates
@@ -144,7 +146,10 @@ def _model(values: dict[str, Any]) -> CostModel:
         ),
         **{
             name: tuple(_numbers(values[name], name))
-            for name in ("request_knots", "request_seconds", "token_knots", "token_seconds")
+            for name in (
+                *("request_knots", "request_seconds", "token_knots", "token_seconds"),
+                *("draft_knots", "draft_seconds"),
+            )
         },
     )
 

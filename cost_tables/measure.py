@@ -14,13 +14,13 @@ from cost_tables.model import Cells, CostModel, RoundCost, fit, relative_errors
 
 @dataclass(frozen=True)
 class Cell:
-    """A round to time. requests: R. tokens: M, padding included; with plain, R rounded up.
-    context: KV tokens of each request. plain: without a draft."""
+    """A round to time. requests: R. tokens: M, padding included. depth: drafted tokens of each
+    request; 0: a round without a draft. context: KV tokens of each request."""
 
     requests: int
     tokens: int
+    depth: int
     context: int
-    plain: bool = False
 
 
 @dataclass(frozen=True)
@@ -36,29 +36,27 @@ class Measured:
 
 
 def plan_cells(
-    tiers: Sequence[int], width: int, max_requests: int, context: int, long_context: int
+    tiers: Sequence[int], gamma: int, max_requests: int, context: int, long_context: int
 ) -> list[Cell]:
-    """Cells that cover a grid: every tier with few and with many requests, and rounds without a
-    draft. long_context: of some further cells; the same as `context` if there is no room."""
-    cells = []
-    for tokens in tiers:
-        fewest, most = -(-tokens // width), min(tokens, max_requests)
-        between = round((fewest * most) ** 0.5)
-        for requests in sorted({fewest, between, most}):
-            cells.append(Cell(requests, tokens, context))
-    for requests in {1, max(1, max_requests // 4), max_requests}:
-        tokens = next(t for t in tiers if t >= requests * width)
-        plain = next(t for t in tiers if t >= requests)
-        if long_context > context:
-            cells.append(Cell(requests, tokens, long_context))
-            cells.append(Cell(requests, plain, long_context, plain=True))
-    # Rounds without a draft: what fills each tier that one request a row can fill.
-    for tokens in tiers:
+    """Cells that cover a grid: every tier with few requests drafted deeply and many drafted
+    shallowly, in between, and rounds without a draft. long_context: of some further cells; the same
+    as `context` if there is no room."""
+    cells = set()
+    for i, tokens in enumerate(tiers):
+        fewest = min(-(-tokens // (gamma + 1)), max_requests)
+        most = min(tokens, max_requests)
+        depth = (1, (gamma + 1) // 2, gamma)[i % 3]
+        cells |= {Cell(fewest, tokens, gamma, context), Cell(most, tokens, depth, context)}
         if tokens <= max_requests:
-            cells.append(Cell(tokens, tokens, context, plain=True))
-    largest = next(t for t in tiers if t >= max_requests)
-    cells.append(Cell(max_requests, largest, context, plain=True))
-    return sorted(set(cells), key=lambda c: (c.plain, c.tokens, c.requests, c.context))
+            cells.add(Cell(tokens, tokens, 0, context))
+    for requests in {1, -(-max_requests // 4), max_requests}:
+        full = next(t for t in tiers if t >= requests * (gamma + 1))
+        least = next(t for t in tiers if t >= requests)
+        shallow = next(t for t in tiers if t >= 2 * requests)
+        cells.add(Cell(requests, shallow, 1, context))
+        cells.add(Cell(requests, full, gamma, long_context))
+        cells |= {Cell(requests, least, 0, length) for length in (context, long_context)}
+    return sorted(cells, key=lambda c: (c.depth, c.tokens, c.requests, c.context))
 
 
 def measure(
@@ -68,7 +66,7 @@ def measure(
     limit_s: float,
     passes: int = 5,
 ) -> Measured:
-    """Time every cell, in turns, until `passes` are done or limit_s is over, but at least twice.
+    """Time every cell, in turns, until `passes` are done or limit_s is over, but at least once.
 
     run: queue one round of a cell on the device. The first run of a cell is not counted.
     """
@@ -84,7 +82,7 @@ def measure(
             synchronize()
             if done:
                 timed[i].append(time.perf_counter() - start)
-        if done >= 2 and time.perf_counter() - began > limit_s:
+        if done and time.perf_counter() - began > limit_s:
             break
     seconds = [statistics.median(times) for times in timed]
     drafted = _select(cells, seconds, plain=False)
@@ -102,25 +100,22 @@ def measure(
 
 def _select(cells: Sequence[Cell], seconds: Sequence[float], plain: bool) -> Cells:
     rows = [
-        (c.requests, c.tokens, c.requests * c.context, s)
+        (c.requests, c.tokens, c.requests * c.depth, c.requests * c.context, s)
         for c, s in zip(cells, seconds, strict=True)
-        if c.plain == plain
+        if plain == (c.depth == 0)
     ]
     if len(rows) == 1:  # a server for one request has one round without a draft: same cost always
         rows *= 2
-    columns = np.array(rows, dtype=np.float64).T
-    return Cells(*columns)
+    return Cells(*np.array(rows, dtype=np.float64).T)
 
 
 def _held_out_error(cells: Cells, folds: int = 4) -> float:
     """Median relative error of every fourth cell under a fit of the others, over all cells."""
     if len(cells) < 2 * folds:
         return float(np.median(relative_errors(fit(cells), cells)))
-    index = np.arange(len(cells))
-    errors = [
-        relative_errors(
-            fit(cells.take(index[index % folds != k])), cells.take(index[index % folds == k])
-        )
-        for k in range(folds)
-    ]
+    fold = np.arange(len(cells)) % folds
+    errors = []
+    for k in range(folds):
+        kept, held_out = np.flatnonzero(fold != k), np.flatnonzero(fold == k)
+        errors.append(relative_errors(fit(cells.take(kept)), cells.take(held_out)))
     return float(np.median(np.concatenate(errors)))

@@ -1,16 +1,17 @@
-"""T(R, M, C): seconds of a whole round, as a sum of parts that are each easy to fit and to read.
+"""T(R, M, C, N): seconds of a whole round, as a sum of parts that are easy to fit and to read.
 
-    T = bias + α(R) + θ(M) + κ · C
+    T = bias + α(R) + θ(M) + δ(N) + κ · C
 
-R requests, M tokens of the verify forward (padding included: what runs is the tier), C KV tokens
-that it attends to. α and θ are piecewise linear, start at 0 and never fall; κ is not negative. κ is
-there because reading the context does not shrink with the windows: without it, long contexts look
-like expensive tokens.
+R requests, M tokens of the verify forward (padding included: what runs is the tier), N drafted
+tokens (R times the depth of the draft), C KV tokens that the round attends to. α, θ and δ are
+piecewise linear, start at 0 and never fall; κ is not negative. κ is there because reading the
+context does not shrink with the windows: without it, long contexts look like expensive tokens.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -22,16 +23,19 @@ Floats = npt.NDArray[np.float64]
 class StepCost(Protocol):
     """What the schedule asks of a table."""
 
-    def seconds(self, requests: int, tokens: Floats, context: float) -> Floats:
-        """T(requests, tokens, context) of every token count, float64 [n]."""
+    def seconds(
+        self, requests: int, tokens: Floats, context: float, drafted: Floats | float = 0.0
+    ) -> Floats:
+        """T of every token count, float64 [n]; drafted: tokens, one for all or [n]."""
 
 
 @dataclass(frozen=True)
 class CostModel:
     """The fitted model. Knots ascend; values are seconds, not negative and never falling.
 
-    request_knots, request_seconds: α. token_knots, token_seconds: θ. Outside of the knots α is
-    constant; θ goes on with the slope of its last piece, since more tokens cost more.
+    request_knots, request_seconds: α. token_knots, token_seconds: θ. draft_knots, draft_seconds: δ.
+    Outside of the knots α is constant; θ and δ go on with the slope of their last piece, since more
+    tokens cost more.
     """
 
     bias: float
@@ -40,11 +44,14 @@ class CostModel:
     token_knots: tuple[float, ...]
     token_seconds: tuple[float, ...]
     seconds_per_context_token: float = 0.0
+    draft_knots: tuple[float, ...] = (0.0,)
+    draft_seconds: tuple[float, ...] = (0.0,)
 
     def __post_init__(self) -> None:
         for name, knots, values in (
             ("request", self.request_knots, self.request_seconds),
             ("token", self.token_knots, self.token_seconds),
+            ("draft", self.draft_knots, self.draft_seconds),
         ):
             if not knots or len(knots) != len(values):
                 raise ValueError(
@@ -66,15 +73,28 @@ class CostModel:
         if self.bias + self.request_seconds[0] + self.token_seconds[0] <= 0:
             raise ValueError("a step of the smallest batch takes no time; must take some")
 
-    def seconds(self, requests: int, tokens: Floats, context: float) -> Floats:
-        knots, values = np.asarray(self.token_knots), np.asarray(self.token_seconds)
-        theta = np.interp(tokens, knots, values)
-        if len(knots) > 1:
-            slope = (values[-1] - values[-2]) / (knots[-1] - knots[-2])
-            theta = theta + slope * np.maximum(tokens - knots[-1], 0)
-        alpha = float(np.interp(requests, self.request_knots, self.request_seconds))
-        total: Floats = self.bias + alpha + theta + self.seconds_per_context_token * context
+    def seconds(
+        self, requests: int, tokens: Floats, context: float, drafted: Floats | float = 0.0
+    ) -> Floats:
+        alpha, theta, delta = self._parts
+        fixed = self.bias + float(np.interp(requests, *alpha))
+        fixed += self.seconds_per_context_token * context
+        total: Floats = fixed + _part(tokens, *theta)
+        if len(self.draft_knots) > 1:
+            total = total + _part(drafted, *delta)
         return total
+
+    @cached_property
+    def _parts(self) -> tuple[tuple[Floats, Floats], ...]:
+        """Knots and seconds of α, θ and δ as arrays."""
+        return tuple(
+            (np.array(knots, dtype=np.float64), np.array(seconds, dtype=np.float64))
+            for knots, seconds in (
+                (self.request_knots, self.request_seconds),
+                (self.token_knots, self.token_seconds),
+                (self.draft_knots, self.draft_seconds),
+            )
+        )
 
 
 @dataclass(frozen=True)
@@ -83,7 +103,9 @@ class FlatCost:
 
     step_seconds: float = 1.0
 
-    def seconds(self, requests: int, tokens: Floats, context: float) -> Floats:
+    def seconds(
+        self, requests: int, tokens: Floats, context: float, drafted: Floats | float = 0.0
+    ) -> Floats:
         return np.full(len(tokens), self.step_seconds)
 
 
@@ -97,27 +119,28 @@ class RoundCost:
 
 @dataclass(frozen=True)
 class Cells:
-    """Measured rounds: requests, tokens, context and seconds, float64 [n] each."""
+    """Measured rounds: requests, tokens, drafted tokens, context and seconds, float64 [n] each."""
 
     requests: Floats
     tokens: Floats
+    drafted: Floats
     context: Floats
     seconds: Floats
 
     def take(self, index: npt.NDArray[np.intp]) -> Cells:
-        return Cells(
-            self.requests[index], self.tokens[index], self.context[index], self.seconds[index]
-        )
+        values = (self.requests, self.tokens, self.drafted, self.context, self.seconds)
+        return Cells(*(each[index] for each in values))
 
     def __len__(self) -> int:
         return len(self.seconds)
 
 
-def fit(cells: Cells, max_knots: int = 16) -> CostModel:
+def fit(cells: Cells, max_knots: tuple[int, int, int] = (4, 10, 4)) -> CostModel:
     """Least squares of the relative error, every slope not negative (scipy's NNLS).
 
-    Knots are the requests and tokens that were measured, thinned to max_knots quantiles. With one
-    value of a variable its part is 0 and the bias takes it.
+    max_knots: of requests, tokens and drafted tokens. Knots are values that were measured, spread
+    evenly over the distinct ones; few, since the cells of a start-up are few and what lies between
+    them is asked for too. With one value of a variable its part is 0 and the bias takes it.
     """
     from scipy.optimize import nnls
 
@@ -125,38 +148,33 @@ def fit(cells: Cells, max_knots: int = 16) -> CostModel:
         raise ValueError(f"{len(cells)} measured cells; a fit needs at least 2")
     if not (np.isfinite(cells.seconds).all() and (cells.seconds > 0).all()):
         raise ValueError("measured seconds must be finite and above 0")
-    request_knots, token_knots = (_knots(v, max_knots) for v in (cells.requests, cells.tokens))
-    columns = [
-        np.ones((len(cells), 1)),
-        _ramps(cells.requests, request_knots),
-        _ramps(cells.tokens, token_knots),
-        cells.context[:, None],
-    ]
+    variables = (cells.requests, cells.tokens, cells.drafted)
+    knots = [_knots(values, most) for values, most in zip(variables, max_knots, strict=True)]
+    ramps = [_ramps(values, at) for values, at in zip(variables, knots, strict=True)]
+    columns = [np.ones((len(cells), 1)), *ramps, cells.context[:, None]]
     matrix = np.concatenate(columns, axis=1)
     scale = np.maximum(np.abs(matrix).max(axis=0), 1e-12)
     weighted = matrix / scale / cells.seconds[:, None]
     solution, _ = nnls(weighted, np.ones(len(cells)))
     solution = solution / scale
-    at, widths = 1, (len(request_knots) - 1, len(token_knots) - 1)
-    parts = []
-    for width, knots in zip(widths, (request_knots, token_knots), strict=True):
-        slopes = solution[at : at + width]
-        parts.append(np.concatenate([[0.0], np.cumsum(slopes * np.diff(knots))]))
-        at += width
-    return CostModel(
-        bias=float(solution[0]),
-        request_knots=tuple(map(float, request_knots)),
-        request_seconds=tuple(map(float, parts[0])),
-        token_knots=tuple(map(float, token_knots)),
-        token_seconds=tuple(map(float, parts[1])),
-        seconds_per_context_token=float(solution[-1]),
+    at, parts = 1, []
+    for points in knots:
+        slopes = solution[at : at + len(points) - 1]
+        parts.append(np.concatenate([[0.0], np.cumsum(slopes * np.diff(points))]))
+        at += len(points) - 1
+    requests, tokens, drafted = (
+        (tuple(map(float, points)), tuple(map(float, part)))
+        for points, part in zip(knots, parts, strict=True)
     )
+    return CostModel(float(solution[0]), *requests, *tokens, float(solution[-1]), *drafted)
 
 
 def relative_errors(model: StepCost, cells: Cells) -> Floats:
     """|predicted - measured| / measured of every cell, float64 [n]."""
-    rows = zip(cells.requests, cells.tokens, cells.context, strict=True)
-    predicted = np.array([float(model.seconds(int(r), np.array([m]), c)[0]) for r, m, c in rows])
+    rows = zip(cells.requests, cells.tokens, cells.context, cells.drafted, strict=True)
+    predicted = np.array(
+        [float(model.seconds(int(r), np.array([m]), c, n)[0]) for r, m, c, n in rows]
+    )
     errors: Floats = np.abs(predicted - cells.seconds) / cells.seconds
     return errors
 
@@ -175,3 +193,12 @@ def _ramps(values: Floats, knots: Floats) -> Floats:
     low, high = knots[:-1], knots[1:]
     ramps: Floats = np.clip(values[:, None], low, high) - low
     return ramps
+
+
+def _part(values: Floats | float, knots: Floats, seconds: Floats) -> Floats:
+    """Piecewise linear; behind the last knot the last slope goes on."""
+    part: Floats = np.asarray(np.interp(values, knots, seconds))
+    if len(knots) > 1:
+        slope = (seconds[-1] - seconds[-2]) / (knots[-1] - knots[-2])
+        part = part + slope * np.maximum(np.asarray(values) - knots[-1], 0)
+    return part

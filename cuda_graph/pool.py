@@ -78,6 +78,8 @@ class GraphPool:
             raise KeyError(f"no tier of {tokens} tokens; captured: {self.grid.describe()}")
         if inputs.keys() != self._specs.keys():
             raise KeyError(f"inputs are {sorted(inputs)}; must be {sorted(self._specs)}")
+        if len({len(value) for value in inputs.values()}) > 1:
+            raise ValueError(f"inputs have {[len(v) for v in inputs.values()]} rows; must be alike")
         for name, value in inputs.items():
             if len(value) > tokens:
                 raise ValueError(f"{name} has {len(value)} rows; the tier holds {tokens}")

@@ -8,10 +8,12 @@ Symbols: R requests in the batch, γ draft tokens a round, M = Σ windows with R
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 
@@ -92,9 +94,14 @@ class TierGrid:
                 break
         return cls.of(tokens, max_requests, gamma)
 
+    @cached_property
+    def sizes(self) -> npt.NDArray[np.int64]:
+        """Tokens of every tier, int64 [n]."""
+        return np.array([tier.tokens for tier in self.tiers], dtype=np.int64)
+
     def index(self, tokens: int, requests: int) -> int:
         """The smallest tier that holds both."""
-        first = bisect.bisect_left(self.tiers, tokens, key=lambda tier: tier.tokens)
+        first = int(np.searchsorted(self.sizes, tokens))
         for i in range(first, len(self.tiers)):
             if self.tiers[i].slots >= requests:
                 return i

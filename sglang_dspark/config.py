@@ -186,6 +186,7 @@ def resolve(args: Any, target: TargetModel, environ: Mapping[str, str] = os.envi
             f"{DRAFT_PATH_FLAG} {draft.path}: the draft has no confidence head, which verify mode "
             f"{mode} sizes windows by; serve it with --speculative-verify-mode static"
         )
+    _check_variables(mode, environ)
     schedule = _schedule(args, environ, gamma) if mode.schedules else ScheduleConfig()
     return SpecConfig(algorithm=algorithm, mode=mode, gamma=gamma, draft=draft, schedule=schedule)
 
@@ -200,11 +201,16 @@ def verify_mode(environ: Mapping[str, str] = os.environ) -> VerifyMode:
         raise ConfigError(f"{flags.MODE.variable} is {value!r}; must be one of {allowed}") from None
 
 
+def _check_variables(mode: VerifyMode, environ: Mapping[str, str]) -> None:
+    ours = {flag.variable: flag.name for flag in flags.FLAGS if flag is not flags.MODE}
+    for name, value in environ.items():
+        if name.startswith(flags.PREFIX) and name not in ours:
+            raise ConfigError(f"{name} is not known; did you mean one of {', '.join(ours)}?")
+        if name in ours and not mode.schedules:
+            raise ConfigError(f"{ours[name]} is {value!r}, but {_NOT_IN_STATIC}")
+
+
 def _schedule(args: Any, environ: Mapping[str, str], gamma: int) -> ScheduleConfig:
-    known = [flag.variable for flag in flags.FLAGS]
-    for name in environ:
-        if name.startswith(flags.PREFIX) and name not in known:
-            raise ConfigError(f"{name} is not known; did you mean one of {', '.join(known[1:])}?")
     table = temperatures = None
     calibration = ScheduleConfig.calibration
     if path := getattr(args, "speculative_dspark_sps_table_path", None):

@@ -198,8 +198,12 @@ def _token_counts(original: Callable[[Any], list[int]], runner: Any) -> list[int
 
     if get_spec().speculative_algorithm not in list(config.Algorithm):
         return original(runner)
-    grid = make_grid(config.graph_tiers(), runner.max_bs, runner.captured_req_width - 1)
-    return [tier.tokens for tier in grid.tiers]
+    width = runner.captured_req_width
+    grid = make_grid(config.graph_tiers(), runner.max_bs, width - 1, multiple_of=width)
+    tokens = [tier.tokens for tier in grid.tiers]
+    # SGLang captures `width` tokens for every entry of this list; max_bs is kept beside it.
+    runner.capture_bs = [count // width for count in tokens]
+    return tokens
 
 
 def _req_to_token_headroom(extra: int, *args: Any, **kwargs: Any) -> int:

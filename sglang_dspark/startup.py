@@ -103,7 +103,7 @@ def measure_rounds(worker: SpecWorker, grid: TierGrid) -> Measured:
     context = max(1, min(CONTEXT, room))
     tokens = [tier.tokens for tier in grid.tiers]
     cells = plan_cells(
-        tokens, config.width, grid.max_requests, context, max(context, min(LONG_CONTEXT, room))
+        tokens, config.gamma, grid.max_requests, context, max(context, min(LONG_CONTEXT, room))
     )
     rows = torch.arange(1, grid.max_requests + 1, device=worker.device)
 
@@ -131,18 +131,18 @@ def _rehearsal(
     worker: SpecWorker, cell: Cell, grid: TierGrid, rows: torch.Tensor
 ) -> tuple[RoundState, Plan]:
     """A round of a cell. Windows are as even as they can be."""
-    config, device, count = worker.config, worker.device, cell.requests
+    device, count = worker.device, cell.requests
     seq_lens = torch.full((count,), cell.context, dtype=torch.int64, device=device)
     seq_lens_cpu = torch.full((count,), cell.context, dtype=torch.int64)
     state = worker.state_of(
         rows[:count], seq_lens, seq_lens_cpu, torch.ones(count, dtype=torch.int64, device=device)
     )
     tier = grid.index(cell.tokens, count)
-    budget = 0 if cell.plain else min(cell.tokens - count, count * config.gamma)
+    budget = min(cell.tokens - count, count * cell.depth)
     even, more = divmod(budget, count)
     windows = torch.full((count,), 1 + even, dtype=torch.int64, device=device)
     windows[:more] += 1
-    return state, Plan(Decision(not cell.plain, budget, tier), windows, None, None)
+    return state, Plan(Decision(cell.depth, budget, tier), windows, None, None)
 
 
 def _synchronize(device: torch.device) -> None:

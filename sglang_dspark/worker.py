@@ -25,6 +25,7 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.draft_worker_common import make_draft_input_v2
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
 from sglang.srt.utils.async_probe import sanitize_nan_logits
+from torch.nn.functional import pad
 
 from sglang_dspark import plugin
 from sglang_dspark.drafters.base import DraftBlock, Drafter, RoundState
@@ -130,17 +131,17 @@ class SpecWorker(BaseSpecWorker):
         state = self._state(batch)
         requests, generations = self.windows.requests(batch)
         decision = self.windows.decide(requests, generations, state.context)
-        block = self.drafter.propose(state) if decision.draft else self._no_block(state)
+        block = self._draft(state, self.windows.draft_depth(decision))
         plan = self.windows.plan(decision, block, state.context)
 
-        window_tokens = torch.cat([state.anchors.unsqueeze(1), block.tokens], dim=1)
+        window_tokens = self._window_tokens(state, block)
         rows = self._pack(window_tokens, state, plan)
         grammar = GrammarTree.from_linear_chain(window_tokens) if batch.has_grammar else None
         target, graphed = self.target.verify(batch, state, rows)
         aux_hidden = _take_aux_hidden(target)
 
         logits, places = self._adjust(batch, target, window_tokens, rows, grammar, grammar_barrier)
-        verdict = self._accept(block, logits, state, places, plan)
+        verdict = self._accept(block, window_tokens, logits, state, places)
         new_seq_lens = state.seq_lens + verdict.commit_lens
         publish(new_seq_lens)
 
@@ -234,11 +235,17 @@ class SpecWorker(BaseSpecWorker):
             context=float(host_lens.sum()),
         )
 
-    def _no_block(self, state: RoundState) -> DraftBlock:
-        """What stands for a draft in a round without one."""
-        shape = (state.anchors.numel(), self.config.gamma)
-        tokens = torch.zeros(shape, dtype=torch.int64, device=self.device)
-        return DraftBlock(tokens=tokens, probs=None, confidence_logits=None)
+    def _draft(self, state: RoundState, depth: int) -> DraftBlock:
+        """A block of depth tokens; an empty one in a round without a draft."""
+        if depth:
+            return self.drafter.propose(state, depth)
+        nothing = state.anchors.new_empty(state.anchors.numel(), 0)
+        return DraftBlock(tokens=nothing, probs=None, confidence_logits=None)
+
+    def _window_tokens(self, state: RoundState, block: DraftBlock) -> torch.Tensor:
+        """[R, W] int64: anchor and drafts, and zeros where nothing was drafted."""
+        tokens = torch.cat([state.anchors.unsqueeze(1), block.tokens], dim=1)
+        return pad(tokens, (0, self.config.width - tokens.shape[1]))
 
     def _full_windows(self, state: RoundState) -> torch.Tensor:
         return torch.full_like(state.anchors, self.config.width)
@@ -285,19 +292,23 @@ class SpecWorker(BaseSpecWorker):
     def _accept(
         self,
         block: DraftBlock,
+        window_tokens: torch.Tensor,
         logits: torch.Tensor,
         state: RoundState,
         rows: VerifyRows,
-        plan: Plan,
     ) -> Verdict:
         if state.sampling is None:
-            return accept_greedy(block.tokens, logits.argmax(dim=-1)[rows.index], rows.windows)
+            return accept_greedy(
+                window_tokens[:, 1:], logits.argmax(dim=-1)[rows.index], rows.windows
+            )
         probs = distribution(logits, state.sampling.of_rows(rows.request))
         if block.probs is None:
-            return accept_nothing(block.tokens, probs[rows.index[:, 0]], self.generator)
-        return accept_sampled(
-            block.tokens, block.probs, probs, self.generator, rows.windows, rows.index
+            return accept_nothing(window_tokens[:, 1:], probs[rows.index[:, 0]], self.generator)
+        index = rows.index[:, : block.tokens.shape[1] + 1]
+        verdict = accept_sampled(
+            block.tokens, block.probs, probs, self.generator, rows.windows, index
         )
+        return verdict.padded(self.config.width)
 
     # What the scheduler asks of a speculative worker
 
@@ -342,13 +353,13 @@ class SpecWorker(BaseSpecWorker):
         log_settings(self.config, self.windows.describe())
 
     def rehearse(self, state: RoundState, plan: Plan) -> None:
-        """A whole greedy round of no request: drafting if the plan says so, to measure its time."""
-        block = self.drafter.propose(state) if plan.decision.draft else self._no_block(state)
-        window_tokens = torch.cat([state.anchors.unsqueeze(1), block.tokens], dim=1)
+        """A whole greedy round of no request, to measure its time."""
+        block = self._draft(state, plan.decision.depth)
+        window_tokens = self._window_tokens(state, block)
         rows = self._pack(window_tokens, state, plan)
         target, _ = self.target.rehearse(state, rows)
         aux_hidden = _take_aux_hidden(target)
-        verdict = self._accept(block, target.next_token_logits, state, rows, plan)
+        verdict = self._accept(block, window_tokens, target.next_token_logits, state, rows)
         self.drafter.commit(state, verdict, aux_hidden, rows)
 
     def on_verify_complete_cpu(
@@ -360,6 +371,10 @@ class SpecWorker(BaseSpecWorker):
 
     def get_confidence_budget_prepare(self) -> None:
         """Asked outside of static mode: confidences travel with our own round log, not SGLang's."""
+
+    def set_dspark_forced_budget_frac(self, share: float | None) -> None:
+        """SGLang's /set_internal_state, used by profilers: the share of drafts to verify."""
+        self.windows.force(share)
 
     def dump_info_records(self) -> dict[str, Any]:
         """What /server_info shows of a DSPARK worker, as `dspark_info_record`."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import threading
 import time
 import urllib.request
@@ -54,6 +56,23 @@ def generate_all(
             for i, (prompt, length) in enumerate(requests)
         ]
         return [future.result()["output_ids"] for future in futures]
+
+
+def info(server: Server) -> dict[str, Any]:
+    """What the worker says of its rounds in /server_info."""
+    said: dict[str, Any] = server.get("/server_info")["internal_states"][0]["dspark_info_record"]
+    return said
+
+
+def launch(target: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    """A launch that is expected to end by itself."""
+    return subprocess.run(
+        [sys.executable, "-m", "sglang.launch_server", "--model-path", str(target), *MICRO, *args],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        stdin=subprocess.DEVNULL,
+    )
 
 
 def metric(server: Server, name: str) -> float:

@@ -52,14 +52,14 @@ class RoundState:
 
 @dataclass(frozen=True)
 class DraftBlock:
-    """What a drafter proposes."""
+    """What a drafter proposes: D tokens per request, at most gamma."""
 
-    # [R, gamma] int64
+    # [R, D] int64
     tokens: torch.Tensor
-    # [R, gamma, V] float32, the distribution that each token was drawn from (one-hot where it was
+    # [R, D, V] float32, the distribution that each token was drawn from (one-hot where it was
     # chosen greedily); None: every request is greedy
     probs: torch.Tensor | None
-    # [R, gamma] float32, logit of P(token k survives | all before survived); None: no head
+    # [R, D] float32, logit of P(token k survives | all before survived); None: no head
     confidence_logits: torch.Tensor | None
 
 
@@ -72,8 +72,8 @@ class Drafter(Protocol):
     def prefill(self, batch: ScheduleBatch, aux_hidden: torch.Tensor, kv_plan: KVLocPlan) -> None:
         """Take in a prefill. aux_hidden: [tokens of the batch, F * H], in batch order."""
 
-    def propose(self, state: RoundState) -> DraftBlock:
-        """Draft one block per request."""
+    def propose(self, state: RoundState, depth: int) -> DraftBlock:
+        """Draft one block of `depth` tokens, 1 to gamma, per request."""
 
     def commit(
         self, state: RoundState, verdict: Verdict, aux_hidden: torch.Tensor, rows: VerifyRows

@@ -91,9 +91,11 @@ class DSparkDrafter:
                 layer.self_attn.use_table_qk_norm_rope = False
         self.confidence_head = load_confidence_head(config.draft, self.device)
         self._mask_token_id = config.draft.mask_token_id
-        self._block_info = make_draft_block_spec_info(
-            draft_token_num=self.gamma, device=self.device
-        )
+        # By the block's width. Graphs are captured for gamma tokens only.
+        self._block_info = {
+            width: make_draft_block_spec_info(draft_token_num=width, device=self.device)
+            for width in range(1, self.gamma + 1)
+        }
 
     def context(self) -> AbstractContextManager[None]:
         """The draft's parallel group, inside which its model is built, captured and run.
@@ -114,18 +116,21 @@ class DSparkDrafter:
         slots = kv_plan.write_ids(self.runner.kv_index_translator)
         self._write_context_kv(aux_hidden, positions, slots)
 
-    def propose(self, state: RoundState) -> DraftBlock:
+    def propose(self, state: RoundState, depth: int) -> DraftBlock:
         with self.context(), torch.inference_mode():
-            hidden = self._backbone(state)
+            width = self.gamma if self.runner.decode_cuda_graph_runner else depth
+            hidden = self._backbone(state, width)
+            if width > depth:
+                hidden = hidden.view(-1, width, hidden.shape[-1])[:, :depth].flatten(0, 1)
             num_requests = state.anchors.numel()
             base_logits, features = self.model.compute_base_logits(hidden)
             tokens, probs = self._sequential_head(
-                base_logits.view(num_requests, self.gamma, -1),
-                hidden.view(num_requests, self.gamma, -1),
+                base_logits.view(num_requests, depth, -1),
+                hidden.view(num_requests, depth, -1),
                 state,
             )
             confidence = self._confidence(
-                features.view(num_requests, self.gamma, -1), state.anchors, tokens
+                features.view(num_requests, depth, -1), state.anchors, tokens
             )
         return DraftBlock(tokens=tokens, probs=probs, confidence_logits=confidence)
 
@@ -137,15 +142,15 @@ class DSparkDrafter:
         slots = state.kv_plan.write_ids(self.runner.kv_index_translator, cols=rows.columns)
         self._write_context_kv(aux_hidden, rows.positions, slots)
 
-    def _backbone(self, state: RoundState) -> torch.Tensor:
-        """Hidden states [R * gamma, H] of the block behind each anchor."""
-        num_requests, gamma = state.anchors.numel(), self.gamma
+    def _backbone(self, state: RoundState, width: int) -> torch.Tensor:
+        """Hidden states [R * width, H] of the block behind each anchor."""
+        num_requests = state.anchors.numel()
         ids = torch.full(
-            (num_requests, gamma), self._mask_token_id, dtype=torch.int64, device=self.device
+            (num_requests, width), self._mask_token_id, dtype=torch.int64, device=self.device
         )
         ids[:, 0] = state.anchors
-        slots = state.kv_plan.write_virtual.view(num_requests, -1)[:, :gamma]
-        lens_cpu = None if state.seq_lens_cpu is None else state.seq_lens_cpu + gamma
+        slots = state.kv_plan.write_virtual.view(num_requests, -1)[:, :width]
+        lens_cpu = None if state.seq_lens_cpu is None else state.seq_lens_cpu + width
         batch = ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
             batch_size=num_requests,
@@ -155,15 +160,15 @@ class DSparkDrafter:
             out_cache_loc=slots.flatten(),
             seq_lens_sum=None if lens_cpu is None else int(lens_cpu.sum()),
             seq_lens_cpu=lens_cpu,
-            positions=state.positions[:, :gamma].flatten(),
+            positions=state.positions[:, :width].flatten(),
             spec_algorithm=SpeculativeAlgorithm.DSPARK,
-            spec_info=self._block_info,
+            spec_info=self._block_info[width],
             capture_hidden_mode=CaptureHiddenMode.NULL,
-            global_num_token_non_padded_cpu=num_requests * gamma,
+            global_num_token_non_padded_cpu=num_requests * width,
         )
-        state.kv_plan.bind(batch, self.runner.kv_index_translator, cols=slice(0, gamma))
+        state.kv_plan.bind(batch, self.runner.kv_index_translator, cols=slice(0, width))
         hidden: torch.Tensor = self.runner.forward(batch).logits_output.hidden_states
-        assert hidden.shape[0] == num_requests * gamma, (hidden.shape, num_requests, gamma)
+        assert hidden.shape[0] == num_requests * width, (hidden.shape, num_requests, width)
         return hidden
 
     def _sequential_head(
@@ -171,14 +176,14 @@ class DSparkDrafter:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Draw x_1..x_gamma one after the other.
 
-        base_logits: [R, gamma, V]; hidden: [R, gamma, H]. Returns tokens [R, gamma] int64 and
-        their distributions [R, gamma, V] float32 (None if all requests are greedy).
+        base_logits: [R, D, V]; hidden: [R, D, H]. Returns tokens [R, D] int64 and their
+        distributions [R, D, V] float32 (None if all requests are greedy).
         """
         head = self.model.markov_head
         head_state = head.init_state(hidden[:, 0])
         previous = state.anchors
         tokens, probs = [], []
-        for k in range(self.gamma):
+        for k in range(hidden.shape[1]):
             bias, head_state = head.step_bias(
                 previous, hidden_states=hidden[:, k], state=head_state
             )
@@ -202,7 +207,7 @@ class DSparkDrafter:
     def _confidence(
         self, hidden: torch.Tensor, anchors: torch.Tensor, tokens: torch.Tensor
     ) -> torch.Tensor | None:
-        """Confidence logits [R, gamma]; logit k reads h_k and x_{k-1}, never x_k."""
+        """Confidence logits [R, D]; logit k reads h_k and x_{k-1}, never x_k."""
         if self.confidence_head is None:
             return None
         features = hidden.float()

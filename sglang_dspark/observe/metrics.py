@@ -19,12 +19,12 @@ PREFIX = "sglang_dspark:"
 
 class RoundMetrics:
     """Counters and histograms of one scheduler process. labels: put on every metric.
-    max_tokens: of a verify forward.
+    max_tokens: of a verify forward. scheduled: whether windows are sized at all.
 
     Imports prometheus_client here, since SGLang first has to say where processes meet.
     """
 
-    def __init__(self, max_tokens: int, labels: dict[str, str]) -> None:
+    def __init__(self, max_tokens: int, scheduled: bool, labels: dict[str, str]) -> None:
         from prometheus_client import Counter, Histogram
 
         names = list(labels)
@@ -38,7 +38,7 @@ class RoundMetrics:
 
         sizes = [0.0, *(2.0**i for i in range(max_tokens.bit_length() + 1))]
         seconds = [0.001 * 2**i for i in range(14)]
-        self._labels = labels
+        self._labels, self._scheduled = labels, scheduled
         self.rounds = counter("rounds", "Decode rounds, by whether they were drafted", "drafted")
         # By length rather than as histograms: exact, and a round costs gamma steps, not R.
         self.windows = counter(
@@ -67,10 +67,10 @@ class RoundMetrics:
     def add(self, done: FinishedRound) -> None:
         """Count a round that is over."""
         windows = int(done.windows.sum())
-        self.rounds.labels(**self._labels, drafted=str(done.decision.draft).lower()).inc()
+        self.rounds.labels(**self._labels, drafted=str(done.decision.drafts).lower()).inc()
         self._count(self.windows, done.windows)
         self._count(self.accepts, done.accepted + 1)
-        if done.full and done.decision.draft:
+        if done.full and done.survivals is not None:
             self._count(self.ceilings, done.ceiling + 1)
         self.budget.observe(int(np.maximum(done.windows - 1, 0).sum()))
         self.tier.observe(done.tokens)
@@ -79,9 +79,9 @@ class RoundMetrics:
         if done.decision.seconds > 0 and done.seconds is not None:
             self.predicted.observe(done.decision.seconds)
             self.measured.observe(done.seconds)
-        if done.broken:
-            self.fallbacks.labels(**self._labels, reason="confidence").inc(done.broken)
-        if done.decision.tier is None:
+        if done.broken.any():
+            self.fallbacks.labels(**self._labels, reason="confidence").inc(int(done.broken.sum()))
+        if self._scheduled and done.decision.tier is None:
             self.fallbacks.labels(**self._labels, reason="batch_above_grid").inc()
 
     def _count(self, counter: Any, lengths: Ints) -> None:

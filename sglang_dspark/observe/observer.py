@@ -27,10 +27,12 @@ class Observer:
         self._windows = windows
         self._check = AcceptanceCheck(config.describe())
         self._records = RoundRecords(config)
-        self._metrics = None if labels is None else RoundMetrics(max_tokens, labels)
+        self._metrics = (
+            None if labels is None else RoundMetrics(max_tokens, config.mode.schedules, labels)
+        )
 
     def add(self, done: FinishedRound) -> None:
-        if done.decision.draft:
+        if done.decision.drafts:
             self._check.add(done.accepted.tolist())
         self._records.add(done)
         if self._metrics is not None:

@@ -34,7 +34,7 @@ class RoundRecords:
         requests = len(done.windows)
         for name, value in (
             ("rounds", 1),
-            ("plain_rounds", not done.decision.draft),
+            ("plain_rounds", not done.decision.drafts),
             ("windows", requests),
             ("accepted", int(done.accepted.sum())),
             ("offered", int((done.windows - 1).sum())),
@@ -42,10 +42,10 @@ class RoundRecords:
             ("computed", done.tokens),
         ):
             self._totals[name] += value
-        if done.full and done.decision.draft:
+        if done.full and done.survivals is not None:
             self._ceiling += int(done.ceiling.sum()) + requests
             self._reached += int(done.accepted.sum()) + requests
-        self._broken += done.broken
+        self._broken += int(done.broken.sum())
 
     def dump(self) -> dict[str, Any]:
         """The resolved configuration, totals, and the last rounds one by one.
@@ -54,7 +54,7 @@ class RoundRecords:
         forward's tokens that belonged to no window (compact). utilisation: committed tokens for one
         that a full window would have committed (where full windows are run).
         accept_lens, windows: one list per round, oldest first, an entry per request.
-        tokens, budgets, predicted_ms, measured_ms: one entry per round.
+        tokens, budgets, depths, predicted_ms, measured_ms: one entry per round.
         confidences: survivals [R][gamma] of each of the last rounds.
         """
         config, totals = self._config, self._totals
@@ -79,6 +79,7 @@ class RoundRecords:
             "windows_of_rounds": [done.windows.tolist() for done in recent],
             "tokens": [done.tokens for done in recent],
             "budgets": [done.decision.budget for done in recent],
+            "depths": [done.decision.depth for done in recent],
             "predicted_ms": [round(1e3 * done.decision.seconds, 3) for done in recent],
             "measured_ms": [
                 None if done.seconds is None else round(1e3 * done.seconds, 3) for done in recent

@@ -63,12 +63,11 @@ class FirstRankDecides:
 def encode(decision: Decision) -> torch.Tensor:
     """[5] float64, exact: counts are far below 2^53."""
     tier = -1 if decision.tier is None else decision.tier
-    values = [decision.draft, decision.budget, tier, decision.expected_tokens, decision.seconds]
+    values = [decision.depth, decision.budget, tier, decision.expected_tokens, decision.seconds]
     return torch.tensor([float(value) for value in values], dtype=torch.float64)
 
 
 def decode(message: torch.Tensor) -> Decision:
-    draft, budget, tier, expected_tokens, seconds = message.tolist()
-    return Decision(
-        bool(draft), int(budget), int(tier) if tier >= 0 else None, expected_tokens, seconds
-    )
+    depth, budget, tier, expected_tokens, seconds = message.tolist()
+    known = int(tier) if tier >= 0 else None
+    return Decision(int(depth), int(budget), known, expected_tokens, seconds)

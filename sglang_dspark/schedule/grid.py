@@ -7,13 +7,24 @@ from sglang_dspark import flags
 from sglang_dspark.errors import ConfigError
 
 
-def make_grid(tiers: int | tuple[int, ...], max_requests: int, gamma: int) -> TierGrid:
-    """tiers: how many graphs, or their token counts. Raises ConfigError if these are too few."""
+def make_grid(
+    tiers: int | tuple[int, ...], max_requests: int, gamma: int, multiple_of: int = 1
+) -> TierGrid:
+    """tiers: how many graphs, or their token counts. Raises ConfigError if these do not do.
+
+    multiple_of: what the token counts have to be multiples of.
+    """
     if isinstance(tiers, int):
+        histogram = expected_tokens(max_requests, gamma)
         return TierGrid.choose(
-            max_requests, gamma, tiers, histogram=expected_tokens(max_requests, gamma)
+            max_requests, gamma, tiers, histogram=histogram, multiple_of=multiple_of
         )
     largest = max_requests * (gamma + 1)
+    if odd := [tokens for tokens in tiers if tokens % multiple_of]:
+        raise ConfigError(
+            f"{flags.TIERS.name}: {odd[0]} is no multiple of {multiple_of}, the tokens of a full "
+            "window, but SGLang captures verify graphs for such token counts only"
+        )
     if tiers[-1] < largest:
         raise ConfigError(
             f"{flags.TIERS.name}: the largest tier has {tiers[-1]} tokens, but {max_requests} "

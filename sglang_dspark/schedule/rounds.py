@@ -12,6 +12,7 @@ from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from cost_tables.model import Floats
@@ -24,8 +25,8 @@ class FinishedRound:
 
     seconds: from its start to that of the next round, None if anything came in between.
     tokens: M, padding included. full: whether every row of every window was run.
-    survivals: [R, γ], None without a draft. windows: [R]. accepted, ceiling: [R], drafts; the
-    latter means something only if `full`. broken: requests with NaN or infinite confidences.
+    survivals: [R, D], None without a draft. windows: [R]. accepted, ceiling: [R], drafts; the
+    latter means something only if `full`. broken: [R], whose confidences are NaN or infinite.
     graphed: whether a graph was replayed (or what stands for one).
     """
 
@@ -39,7 +40,7 @@ class FinishedRound:
     windows: Ints
     accepted: Ints
     ceiling: Ints
-    broken: int
+    broken: npt.NDArray[np.bool_]
     graphed: bool
 
 
@@ -90,7 +91,7 @@ class RoundLog:
         full: bool,
         graphed: bool,
     ) -> None:
-        """Everything of the round is queued on the device. survivals [R, γ]; the others [R]."""
+        """Everything of the round is queued on the device. survivals [R, D]; the others [R]."""
         columns = [windows.float(), ceiling.float()]
         if broken is not None:
             columns.append(broken.float())
@@ -130,7 +131,7 @@ class RoundLog:
             windows=packet[:, 0].astype(np.int64),
             accepted=accepted,
             ceiling=packet[:, 1].astype(np.int64),
-            broken=int(packet[:, 2].sum()) if gamma else 0,
+            broken=packet[:, 2] > 0 if gamma else np.zeros(len(packet), dtype=bool),
             graphed=done.graphed,
         )
 

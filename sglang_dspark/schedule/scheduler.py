@@ -20,11 +20,12 @@ from sglang_dspark.schedule.budget import Budget, choose_budget, early_stop
 
 Ints = npt.NDArray[np.int64]
 
-# After a round without a draft the confidences are those of before: look again after so many.
+# After a round without a draft the confidences are those of before: look again after so many
+# (twice as many each time). The same for the far end of blocks that are drafted in part.
 FIRST_PROBE, LAST_PROBE = 4, 64
 # Weight of a new observation in running means: the last 20 rounds or so count.
 NEWS = 0.05
-# A step that takes so many times as long as predicted was disturbed (prefill, another process).
+# A step that takes longer than this many usual ones was disturbed, and counts as so many.
 DISTURBED = 3.0
 
 
@@ -32,17 +33,22 @@ DISTURBED = 3.0
 class Decision:
     """What is fixed before a round is drafted.
 
-    draft: False: every window is the anchor alone. budget: K, draft tokens to verify.
+    depth: D, tokens to draft for each request; 0: none, every window is the anchor alone.
+    budget: K, draft tokens to verify over the whole batch.
     tier: index into the grid; None: the batch is larger than the grid, which verifies everything
-    without a graph. expected_tokens: committed by the round; seconds: its step time; both predicted
-    (0 if there is nothing to predict from).
+    without a graph. expected_tokens: committed by the round; seconds: its step time by the table;
+    both predicted (0 if there is nothing to predict from).
     """
 
-    draft: bool
+    depth: int
     budget: int
     tier: int | None
     expected_tokens: float = 0.0
     seconds: float = 0.0
+
+    @property
+    def drafts(self) -> bool:
+        return self.depth > 0
 
 
 class BudgetScheduler:
@@ -55,14 +61,18 @@ class BudgetScheduler:
         self, config: ScheduleConfig, gamma: int, grid: TierGrid, cost: RoundCost, rows: int
     ) -> None:
         self.config, self.gamma, self.grid, self.cost = config, gamma, grid, cost
+        # "auto", or what is forced; a running server can be told another (see the worker).
+        self.share = config.budget
         # Latest survivals of the request in each row; valid while its generation is the row's.
         self._survivals = np.ones((rows, gamma))
         self._generations = np.full(rows, -1, dtype=np.int64)
+        self._broken = np.full(rows, -1, dtype=np.int64)  # generation whose confidences are broken
         # What a request of which nothing is known is taken to survive; at first, everything.
         self._usual = np.ones(gamma)
         self._trust = 1.0
-        self._pace = {True: 1.0, False: 1.0}  # measured seconds for a predicted one, by `draft`
+        self._pace = {True: 1.0, False: 1.0}  # measured seconds for a predicted one, by `drafts`
         self._plain_rounds, self._patience = 0, FIRST_PROBE
+        self._shallow = 0  # rounds since the whole block was drafted
         self._random = random.Random(0)
 
     def decide(self, rows: Ints, generations: Ints, context: float) -> Decision:
@@ -70,22 +80,17 @@ class BudgetScheduler:
         requests = len(rows)
         full = requests * self.gamma
         if requests > self.grid.max_requests:
-            return Decision(True, full, None)
-        if self.config.budget != "auto":
-            share = self._random.random() if self.config.budget == "random" else self.config.budget
-            return self.forced(requests, int(share * full))
-        budget = choose_budget(
-            self._known(rows, generations),
-            self.grid,
-            self.cost.drafted,
-            context,
-            self.config.min_gain,
-            self._trust,
-        )
-        seconds = budget.seconds * self._pace[True]
+            return Decision(self.gamma, full, None)
+        if self.share != "auto":
+            share = self._random.random() if self.share == "random" else self.share
+            return self.forced(requests, int(share * full + 1e-9))
+        if (self._broken[rows] == generations).any():
+            return self.forced(requests, full)
+        known = self._known(rows, generations)
+        budget = self._best(known, context)
         plain = self._plain(requests, context)
-        if plain is not None and plain.expected_tokens / plain.seconds > (
-            budget.expected_tokens / seconds
+        if plain is not None and plain.expected_tokens / (plain.seconds * self._pace[False]) > (
+            budget.expected_tokens / (budget.seconds * self._pace[True])
         ):
             self._plain_rounds += 1
             if self._plain_rounds <= self._patience:
@@ -93,26 +98,45 @@ class BudgetScheduler:
             self._plain_rounds, self._patience = 0, min(2 * self._patience, LAST_PROBE)
         else:
             self._plain_rounds, self._patience = 0, FIRST_PROBE
-        return Decision(True, budget.tokens, budget.tier, budget.expected_tokens, seconds)
+        if budget.depth < self.gamma and self._shallow >= LAST_PROBE:
+            budget = self._best(known, context, depths=())
+        self._shallow = self._shallow + 1 if budget.depth < self.gamma else 0
+        return _drafted(budget)
+
+    def _best(self, known: Floats, context: float, depths: tuple[int, ...] | None = None) -> Budget:
+        min_gain = self.config.min_gain
+        return choose_budget(
+            known, self.grid, self.cost.drafted, context, min_gain, self._trust, depths
+        )
 
     def forced(self, requests: int, budget: int) -> Decision:
         """A round with a given budget. Nothing is predicted: there may be no table."""
-        return Decision(True, budget, self.grid.index(requests + budget, requests))
+        return Decision(self.gamma, budget, self.grid.index(requests + budget, requests))
 
     def stop_early(self, survivals: Floats, context: float) -> Decision:
-        """Algorithm 1 over this round's own survivals [R, γ], for where they can be waited for."""
-        budget: Budget = early_stop(survivals, self.grid, self.cost.drafted, context, self._trust)
-        seconds = budget.seconds * self._pace[True]
-        return Decision(True, budget.tokens, budget.tier, budget.expected_tokens, seconds)
+        """Algorithm 1 over this round's own survivals [R, D], for where they can be waited for."""
+        return _drafted(early_stop(survivals, self.grid, self.cost.drafted, context, self._trust))
+
+    def learn_broken(self, rows: Ints, generations: Ints) -> None:
+        """Requests whose confidences are not finite: batches with one of them are not trimmed."""
+        self._broken[rows] = generations
 
     def learn(
         self, rows: Ints, generations: Ints, survivals: Floats, windows: Ints, accepted: Ints
     ) -> None:
-        """From a drafted round that is over: survivals [R, γ], the windows and what they took."""
-        self._survivals[rows] = survivals
+        """From a drafted round that is over: survivals [R, D], the windows and what they took."""
+        depth = survivals.shape[1]
+        before = max(self._usual[depth - 1], 1e-9)
+        self._usual[:depth] += NEWS * (survivals.mean(axis=0) - self._usual[:depth])
+        # What was not drafted is taken to fall from there on as it did before, or usually does.
+        self._usual[depth:] *= self._usual[depth - 1] / before
+        before_rows = self._known(rows, generations)
+        falls = before_rows[:, depth:] / np.maximum(before_rows[:, depth - 1 : depth], 1e-9)
+        rest = np.minimum(falls, 1.0) * survivals[:, -1:]
+        self._survivals[rows] = np.concatenate([survivals, rest], axis=1)
         self._generations[rows] = generations
-        self._usual += NEWS * (survivals.mean(axis=0) - self._usual)
-        verified = np.arange(self.gamma) < windows[:, None] - 1
+        self._broken[rows] = -1
+        verified = np.arange(depth) < windows[:, None] - 1
         promised = float(survivals[verified].sum())
         # One window says little; a batch is as good as its tokens are many.
         weight = NEWS * min(1.0, promised / 8)
@@ -122,10 +146,11 @@ class BudgetScheduler:
 
     def learn_time(self, decision: Decision, seconds: float) -> None:
         """What the round of `decision` took, from its start to that of the next."""
-        if decision.seconds <= 0 or seconds > DISTURBED * decision.seconds:
+        if decision.seconds <= 0:
             return
-        pace = self._pace[decision.draft]
-        self._pace[decision.draft] = pace * (1 + NEWS * (seconds / decision.seconds - 1))
+        pace = self._pace[decision.drafts]
+        ratio = min(seconds / decision.seconds, DISTURBED * pace)
+        self._pace[decision.drafts] = pace + NEWS * (ratio - pace)
 
     def _known(self, rows: Ints, generations: Ints) -> Floats:
         known = self._generations[rows] == generations
@@ -138,4 +163,10 @@ class BudgetScheduler:
         tier = self.grid.index(requests, requests)
         size = np.array([float(self.grid.tiers[tier].tokens)])
         seconds = float(self.cost.plain.seconds(requests, size, context)[0])
-        return Decision(False, 0, tier, float(requests), seconds * self._pace[False])
+        return Decision(0, 0, tier, float(requests), seconds)
+
+
+def _drafted(budget: Budget) -> Decision:
+    return Decision(
+        budget.depth, budget.tokens, budget.tier, budget.expected_tokens, budget.seconds
+    )

@@ -6,7 +6,7 @@ tensor-parallel group come to the same ones.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plan:
-    """A round's windows. windows: [R] int64, None: full. survivals: [R, γ] float32, None: none
+    """A round's windows. windows: [R] int64, None: full. survivals: [R, D] float32, None: none
     known. broken: [R] bool, requests whose confidences are not finite."""
 
     decision: Decision
@@ -78,36 +78,41 @@ class WindowScheduler:
         """Before drafting. context: KV tokens that the batch attends to."""
         budgets = self._budgets
         if budgets is None:
-            return Decision(True, len(rows) * self.config.gamma, None)
-        decision = self._agreement.decision(lambda: budgets.decide(rows, generations, context))
-        if self.config.mode is VerifyMode.CAP_ACCEPT and not decision.draft:
-            # All is verified in this mode, so there has to be something; none of it is committed.
-            return replace(decision, draft=True)
-        return decision
+            return Decision(self.config.gamma, len(rows) * self.config.gamma, None)
+        return self._agreement.decision(lambda: budgets.decide(rows, generations, context))
+
+    def draft_depth(self, decision: Decision) -> int:
+        """Tokens to draft: in cap-accept all of gamma, so that the ceiling is what it says."""
+        if self.config.mode is VerifyMode.CAP_ACCEPT:
+            return self.config.gamma
+        return decision.depth
 
     def plan(self, decision: Decision, block: DraftBlock, context: float) -> Plan:
         """After drafting. Lossless: window ℓ of a request depends on confidences of its first ℓ
         tokens at most, each of which knows the tokens before its own only."""
-        requests, gamma = block.tokens.shape
+        requests = len(block.tokens)
         logits = block.confidence_logits
         if logits is None:
             windows = None
-            if not decision.draft:
+            if not decision.drafts:
                 windows = torch.ones(requests, dtype=torch.int64, device=self._device)
             return Plan(decision, windows, None, None)
-        known = survivals(logits, self._temperatures)
+        known = survivals(logits, self._temperatures[: logits.shape[1]])
         broken = ~torch.isfinite(logits).all(dim=-1)
         if self._budgets is None:
             return Plan(decision, None, known, broken)
+        candidates = known[:, : decision.depth]
         if self._stops_early(decision):
-            host = known.cpu().numpy().astype(np.float64)
+            host = candidates.cpu().numpy().astype(np.float64)
             budgets = self._budgets
             decision = self._agreement.decision(lambda: budgets.stop_early(host, context))
-        if decision.budget >= requests * gamma:
-            windows = torch.full((requests,), gamma + 1, dtype=torch.int64, device=self._device)
+        if decision.budget >= requests * decision.depth:
+            windows = torch.full(
+                (requests,), decision.depth + 1, dtype=torch.int64, device=self._device
+            )
         else:
             choose = top_windows_reference if self._device.type == "cpu" else top_windows
-            windows = self._agreement.tensor(choose(known, decision.budget))
+            windows = self._agreement.tensor(choose(candidates, decision.budget))
         return Plan(decision, windows, known, broken)
 
     def tier(self, decision: Decision) -> Tier | None:
@@ -116,15 +121,27 @@ class WindowScheduler:
             return None
         return None if decision.tier is None else self.grid.tiers[decision.tier]
 
+    def force(self, share: float | None) -> None:
+        """Verify this share of what is drafted from now on; None: what the start-up flag says."""
+        if self._budgets is not None:
+            self._budgets.share = self.config.schedule.budget if share is None else share
+
     def learn(self, done: FinishedRound) -> None:
         """From a round that is over."""
         if self._budgets is None:
             return
-        if done.survivals is not None:
+        sound = ~done.broken
+        self._budgets.learn_broken(done.rows[done.broken], done.generations[done.broken])
+        if done.survivals is not None and sound.any():
             self._budgets.learn(
-                done.rows, done.generations, done.survivals, done.windows, done.accepted
+                done.rows[sound],
+                done.generations[sound],
+                done.survivals[sound],
+                done.windows[sound],
+                done.accepted[sound],
             )
-        if done.seconds is not None:
+        # In cap-accept the forward is that of full windows, and says nothing of the tier's time.
+        if done.seconds is not None and self.config.mode is VerifyMode.COMPACT:
             self._budgets.learn_time(done.decision, done.seconds)
 
     def describe(self) -> dict[str, str]:
@@ -141,9 +158,5 @@ class WindowScheduler:
         }
 
     def _stops_early(self, decision: Decision) -> bool:
-        return (
-            not self._overlap
-            and self.config.schedule.budget == "auto"
-            and decision.draft
-            and decision.tier is not None
-        )
+        """Only a decision of the table (it predicts a time) is made again with better knowledge."""
+        return not self._overlap and decision.drafts and decision.seconds > 0

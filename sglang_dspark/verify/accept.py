@@ -17,9 +17,10 @@ the token that the target adds, which becomes the next anchor.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch.nn.functional import pad
 
 from sglang_dspark.verify.sampling import draw
 
@@ -36,6 +37,10 @@ class Verdict:
     bonus: torch.Tensor
     # [R] int64: draft tokens that a full window would have accepted, if every row of it was run
     ceiling: torch.Tensor
+
+    def padded(self, width: int) -> Verdict:
+        """The same with rows of `width` tokens, for a draft of fewer."""
+        return replace(self, tokens=pad(self.tokens, (0, width - self.tokens.shape[1])))
 
 
 def accept_greedy(

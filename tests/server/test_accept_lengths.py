@@ -77,7 +77,7 @@ def test_every_round_equals_the_plain_pytorch_loop(head, noise, tmp_path):
             assert accept_lens[: len(expected.accept_lens)] == expected.accept_lens
             # Under overlap one more round may run before the end is noticed.
             assert len(accept_lens) <= len(expected.accept_lens) + 1
-            # The last rounds' confidence logits are kept; the newest may be of a round too many.
-            kept = [batch[0] for batch in record["confidence_logits"]]
-            last = expected.confidences[-1].tolist()
-            assert any(logits == pytest.approx(last, abs=1e-3) for logits in kept[-3:])
+            # The last rounds' survivals are kept; the newest may be of a round too many.
+            kept = [batch[0] for batch in record["confidences"]]
+            last = expected.confidences[-1].sigmoid().cumprod(dim=0).tolist()
+            assert any(survivals == pytest.approx(last, abs=1e-3) for survivals in kept[-3:])

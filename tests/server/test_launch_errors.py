@@ -10,19 +10,9 @@ import sys
 
 import pytest
 
-from servers import MICRO, speculative
+from servers import launch, speculative
 
 pytestmark = pytest.mark.server
-
-
-def launch(target, *args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "sglang.launch_server", "--model-path", str(target), *MICRO, *args],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        stdin=subprocess.DEVNULL,
-    )
 
 
 @pytest.mark.parametrize(

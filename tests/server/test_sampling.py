@@ -28,11 +28,20 @@ def pair(tmp_path_factory):
     return micro.write_random(tmp_path_factory.mktemp("pair"), vocab=VOCAB, seed=3, head_scale=0.15)
 
 
-@pytest.fixture(scope="module")
-def server(pair, tmp_path_factory):
+# Half of the draft tokens is really trimmed; a batch of four shares the budget.
+TRIMMED = ["--speculative-verify-budget", "0.5", "--max-running-requests", "4"]
+MODES = {
+    "static": [],
+    "compact": ["--speculative-verify-mode", "compact", *TRIMMED],
+    "cap-accept": ["--speculative-verify-mode", "cap-accept", *TRIMMED],
+}
+
+
+@pytest.fixture(scope="module", params=MODES)
+def server(request, pair, tmp_path_factory):
     target, draft = pair
     log = tmp_path_factory.mktemp("log") / "server.log"
-    with serve(target, [*MICRO, *speculative(draft)], log) as server:
+    with serve(target, [*MICRO, *speculative(draft), *MODES[request.param]], log) as server:
         yield server
 
 
@@ -68,6 +77,8 @@ def test_plain_sampling(pair, server):
     assert g_test(samples(server, temperature=1.0), p) > FALSE_ALARM
     record = server.get("/server_info")["internal_states"][0]["dspark_info_record"]
     assert 1.05 < record["accept_length"] < 4.0, "both acceptance and rejection must have happened"
+    windows = {w for batch in record["windows_of_rounds"] for w in batch}
+    assert (windows == {8}) == (record["mode"] == "static")
     assert_no_leak(server)
 
 

@@ -8,6 +8,8 @@ purpose, in the two classic ways, and expect the same check to notice.
 
 from __future__ import annotations
 
+from itertools import cycle
+
 import pytest
 import torch
 
@@ -44,12 +46,14 @@ def params(
 
 
 def first_tokens(
-    module=accept, seed=0, draft_sharpness=1.0, windows=None, **sampling
+    module=accept, seed=0, draft_sharpness=1.0, depths=(GAMMA,), windows=None, **sampling
 ) -> list[tuple[int, ...]]:
     """The first LENGTH tokens of REQUESTS requests, all starting from anchor 0.
 
-    windows: (q [R, gamma, V], drafted [R, gamma], generator) -> [R], how much is verified.
+    depths: tokens to draft, one round after the other, in turns.
+    windows: (q [R, D, V], drafted [R, D], generator) -> [R], how much is verified.
     """
+    depth_of_rounds = cycle(depths)
     generator = torch.Generator().manual_seed(seed)
     target = distribution(chain(1, 1.5), params(VOCAB, **sampling))
     draft = distribution(chain(2, draft_sharpness), params(VOCAB, **sampling))
@@ -58,7 +62,7 @@ def first_tokens(
     anchor = torch.zeros(REQUESTS, dtype=torch.int64)
     while int(lengths.min()) < LENGTH:
         block, q, previous = [], [], anchor
-        for _ in range(GAMMA):
+        for _ in range(next(depth_of_rounds)):
             q.append(draft[previous])
             previous = draw(q[-1], generator)
             block.append(previous)
@@ -66,7 +70,7 @@ def first_tokens(
         p = target[torch.cat([anchor.unsqueeze(1), drafted], dim=1)]
         probs = torch.stack(q, dim=1)
         ends = windows(probs, drafted, generator) if windows is not None else None
-        verdict = module.accept_sampled(drafted, probs, p, generator, ends)
+        verdict = module.accept_sampled(drafted, probs, p, generator, ends).padded(GAMMA + 1)
         room = torch.zeros(REQUESTS, GAMMA + 1, dtype=torch.int64)
         tokens = torch.cat([tokens, room], dim=1)
         columns = torch.arange(GAMMA + 1)
@@ -134,7 +138,7 @@ def test_bonus_after_a_fully_accepted_window_is_drawn_from_the_target():
 
 def random_windows(probs, drafted, generator):
     """Whatever other requests and earlier rounds say: independent of this request's draft."""
-    return torch.randint(1, GAMMA + 2, (len(drafted),), generator=generator)
+    return torch.randint(1, drafted.shape[1] + 2, (len(drafted),), generator=generator)
 
 
 def windows_from_distributions(probs, drafted, generator):
@@ -152,6 +156,12 @@ def windows_from_the_tokens_drawn(probs, drafted, generator):
 @pytest.mark.parametrize("windows", [random_windows, windows_from_distributions])
 def test_trimmed_windows_are_lossless(windows):
     assert p_value(first_tokens(windows=windows)) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("windows", [None, random_windows, windows_from_distributions])
+@pytest.mark.parametrize("depths", [(1,), (2, 1, 3)], ids=str)
+def test_drafts_of_less_than_gamma_are_lossless(depths, windows):
+    assert p_value(first_tokens(depths=depths, windows=windows)) > FALSE_ALARM
 
 
 def test_windows_that_look_at_the_drawn_token_are_noticed():

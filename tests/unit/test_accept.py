@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from sglang_dspark.verify.accept import accept_greedy, accept_sampled
+from cuda_graph import Tier
+from sglang_dspark.verify.accept import accept_greedy, accept_nothing, accept_sampled
+from sglang_dspark.verify.layout import packed_rows
 
 
 def verdict(draft: list[list[int]], target: list[list[int]]):
@@ -70,3 +72,100 @@ def test_a_rejection_inside_the_window_is_what_it_was():
     draft, target = torch.tensor([[1, 2, 3]]), torch.tensor([[1, 9, 3, 4]])
     result = accept_greedy(draft, target, torch.tensor([3]))
     assert committed(result) == [[1, 9]] and result.ceiling.tolist() == [1]
+
+
+def test_packed_rows_commit_what_dense_rows_commit():
+    """Compact runs the rows of the windows, cap-accept runs all: from one seed, the same tokens."""
+    requests, gamma, vocab = 40, 5, 7
+    generator = torch.Generator().manual_seed(0)
+    accepted_all = rejected = 0
+    for seed in range(20):
+        logits = torch.randn(requests, 2 * gamma + 1, vocab, generator=generator)
+        p, q = logits[:, gamma:].softmax(dim=-1), logits[:, :gamma].softmax(dim=-1)
+        q = (q + 2 * p[:, :gamma]) / 3  # a draft good enough to reach the ends of windows
+        draft = torch.multinomial(q.flatten(0, 1), 1, generator=generator).view(requests, gamma)
+        windows = torch.randint(1, gamma + 2, (requests,), generator=generator)
+        total = int(windows.sum())
+        anchored = torch.cat([draft[:, :1], draft], dim=1)
+        rows = packed_rows(anchored, anchored, windows, Tier(total + 3, requests))
+        packed = torch.full((total + 3, vocab), float("nan"))  # padding must not be read
+        inside = torch.arange(gamma + 1) < windows.unsqueeze(1)
+        packed[rows.index[inside]] = p[inside]
+
+        def seeded(seed=seed):
+            return torch.Generator().manual_seed(seed)
+
+        dense = accept_sampled(draft, q, p, seeded(), windows)
+        ragged = accept_sampled(draft, q, packed, seeded(), windows, rows.index)
+        assert committed(ragged) == committed(dense)
+        assert ragged.bonus.tolist() == dense.bonus.tolist()
+        accepted_all += int((dense.commit_lens == windows).sum())
+        rejected += int((dense.commit_lens < windows).sum())
+    assert min(accepted_all, rejected) > 100, "one of the two endings hardly came up"
+
+
+def test_a_shallow_draft_commits_what_its_own_width_says():
+    """A draft of depth D, packed in windows of gamma + 1 places as the worker does it, against
+    dense rows of D + 1: from one seed the same tokens, in rows of the full width."""
+    requests, gamma, vocab = 40, 5, 7
+    generator = torch.Generator().manual_seed(1)
+    accepted_all = rejected = 0
+    for depth in (1, 2, 4) * 7:
+        p = torch.randn(requests, depth + 1, vocab, generator=generator).softmax(dim=-1)
+        q = torch.randn(requests, depth, vocab, generator=generator).softmax(dim=-1)
+        q = (q + 2 * p[:, :depth]) / 3
+        draft = torch.multinomial(q.flatten(0, 1), 1, generator=generator).view(requests, depth)
+        windows = torch.randint(1, depth + 2, (requests,), generator=generator)
+        total = int(windows.sum())
+        places = torch.zeros(requests, gamma + 1, dtype=torch.int64)
+        rows = packed_rows(places, places, windows, Tier(total + 3, requests))
+        packed = torch.full((total + 3, vocab), float("nan"))  # padding must not be read
+        inside = torch.arange(gamma + 1) < windows.unsqueeze(1)
+        packed[rows.index[inside]] = p[inside[:, : depth + 1]]
+
+        seed = int(torch.randint(1 << 30, (), generator=generator))
+        dense, ragged = (
+            accept_sampled(*(draft, q, target, torch.Generator().manual_seed(seed), windows), index)
+            for target, index in ((p, None), (packed, rows.index[:, : depth + 1]))
+        )
+        padded = ragged.padded(gamma + 1)
+        assert padded.tokens.shape == (requests, gamma + 1) and padded.tokens.dtype == torch.int64
+        assert committed(padded) == committed(dense)
+        assert padded.tokens[:, depth + 1 :].eq(0).all()
+        for name in ("commit_lens", "bonus"):
+            assert torch.equal(getattr(padded, name), getattr(dense, name))
+        assert padded.ceiling is ragged.ceiling
+        accepted_all += int((dense.commit_lens == windows).sum())
+        rejected += int((dense.commit_lens < windows).sum())
+    assert min(accepted_all, rejected) > 100, "one of the two endings hardly came up"
+
+
+def test_a_verdict_of_the_full_width_is_padded_by_nothing():
+    result = verdict([[1, 2, 3]], [[1, 2, 9, 4]])
+    assert torch.equal(result.padded(4).tokens, result.tokens)
+
+
+def test_zeros_behind_a_shallow_draft_are_never_committed():
+    """Greedy rounds compare rows of the full width; the target may well say 0 there."""
+    draft = torch.tensor([[5, 6, 0, 0], [5, 6, 0, 0], [5, 6, 0, 0]])
+    target = torch.tensor([[5, 6, 0, 0, 0], [5, 6, 7, 0, 0], [5, 9, 0, 0, 0]])
+    result = accept_greedy(draft, target, torch.tensor([3, 3, 3]))
+    assert committed(result) == [[5, 6, 0], [5, 6, 7], [5, 9]]
+
+
+def test_without_a_draft_one_token_of_the_target_is_committed():
+    draft = torch.tensor([[1, 2, 3], [0, 0, 0]])
+    one_hot = torch.nn.functional.one_hot(torch.tensor([4, 2]), 6).float()
+    result = accept_nothing(draft, one_hot)
+    assert committed(result) == [[4], [2]]
+    assert result.tokens.shape == (2, 4) and result.tokens.dtype == torch.int64
+    assert result.commit_lens.tolist() == [1, 1] and result.commit_lens.dtype == torch.int32
+    assert result.bonus.tolist() == [4, 2] and result.ceiling.tolist() == [0, 0]
+
+
+def test_without_a_draft_the_token_is_drawn_not_the_likeliest():
+    p = torch.tensor([[0.6, 0.3, 0.1]]).expand(20_000, 3)
+    draft = torch.zeros(len(p), 2, dtype=torch.int64)
+    result = accept_nothing(draft, p, torch.Generator().manual_seed(0))
+    shares = result.bonus.bincount(minlength=3) / len(p)
+    torch.testing.assert_close(shares, p[0], atol=0.02, rtol=0)

@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import micro
+from cost_tables import CostModel, Fingerprint, save_table
 from sglang_dspark import plugin
 from sglang_dspark.config import TargetModel, resolve
 from sglang_dspark.errors import ConfigError
@@ -229,6 +230,170 @@ def test_a_flag_that_cannot_be_served(draft, changes, words):
 def test_a_mode_that_is_not_served(draft):
     with pytest.raises(ConfigError, match=r"SGLANG_RAGGED_VERIFY_MODE is 'compcat'.*static"):
         resolve(args(draft), TARGET, environ={"SGLANG_RAGGED_VERIFY_MODE": "compcat"})
+
+
+# --- scheduled verification ----------------------------------------------------------------------
+
+MODE = "SGLANG_RAGGED_VERIFY_MODE"
+OURS = "SGLANG_SPEC_VERIFY_"
+
+
+def scheduled(path: Path, environ: dict[str, str] | None = None, **changes):
+    """What compact mode resolves to."""
+    return resolve(args(path, **changes), TARGET, {MODE: "compact", **(environ or {})}).schedule
+
+
+def scheduled_error(path: Path, environ: dict[str, str] | None = None, **changes) -> str:
+    with pytest.raises(ConfigError) as caught:
+        scheduled(path, environ, **changes)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("mode", ["static", "compact", "cap-accept"])
+def test_the_mode_is_that_of_the_variable(draft, mode):
+    resolved = resolve(args(draft), TARGET, environ={MODE: mode})
+    assert str(resolved.mode) == mode and f"mode={mode}" in resolved.describe()
+    assert resolved.mode.schedules == (mode != "static")
+
+
+def test_schedule_settings_have_defaults(draft):
+    schedule = scheduled(draft)
+    assert (schedule.tiers, schedule.budget, schedule.min_gain) == (12, "auto", 0.02)
+    assert schedule.table is None and schedule.temperatures is None
+    assert schedule.calibration == "none (identity)"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "found"),
+    [
+        ("TIERS", "4", 4),
+        ("TIERS", "8,16,64", (8, 16, 64)),
+        ("BUDGET", "auto", "auto"),
+        ("BUDGET", "random", "random"),
+        ("BUDGET", "0", 0.0),
+        ("BUDGET", "1", 1.0),
+        ("MIN_GAIN", "0", 0.0),
+        ("MIN_GAIN", "0.5", 0.5),
+    ],
+)
+def test_schedule_settings_are_read(draft, name, value, found):
+    assert getattr(scheduled(draft, {OURS + name: value}), name.lower()) == found
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "words"),
+    [
+        (
+            "TIERS",
+            ["0", "-3", "x", "", "8,", "8,8", "16,8", "0,8", "1.5"],
+            ["--speculative-verify-tiers", "a number of graphs", "8,16,64"],
+        ),
+        (
+            "BUDGET",
+            ["-0.1", "1.01", "half", "", "nan", "Auto"],
+            ["--speculative-verify-budget", "auto, random, or a number from 0 to 1"],
+        ),
+        (
+            "MIN_GAIN",
+            ["-0.01", "11", "auto", "", "nan", "inf"],
+            ["--speculative-verify-min-gain", "a number from 0 to 10"],
+        ),
+    ],
+    ids=["tiers", "budget", "min-gain"],
+)
+def test_bad_schedule_settings(draft, name, values, words):
+    for value in values:
+        message = scheduled_error(draft, {OURS + name: value})
+        assert all(word in message for word in (*words, repr(value))), message
+
+
+def test_a_variable_that_nobody_knows(draft):
+    for mode in ("static", "compact"):
+        message = scheduled_error(draft, {MODE: mode, OURS + "TEIRS": "4"})
+        assert "SGLANG_SPEC_VERIFY_TEIRS is not known" in message
+        assert all(OURS + name in message for name in ("TIERS", "BUDGET", "MIN_GAIN"))
+
+
+TABLE = "speculative_dspark_sps_table_path"
+CALIBRATION = "speculative_dspark_confidence_sts_path"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("BUDGET", "0.5"), ("TIERS", "8,64"), ("MIN_GAIN", "0.1")]
+)
+@pytest.mark.parametrize("mode", [{}, {MODE: "static"}], ids=["unset", "static"])
+def test_variables_of_the_schedule_mean_nothing_in_static_mode(draft, mode, name, value):
+    with pytest.raises(ConfigError) as caught:
+        resolve(args(draft), TARGET, environ={**mode, OURS + name: value})
+    message = str(caught.value)
+    assert "\n" not in message
+    flag = "--speculative-verify-" + name.lower().replace("_", "-")
+    for word in (flag, repr(value), "static", "--speculative-verify-mode compact"):
+        assert word in message
+    for scheduling in ("compact", "cap-accept"):
+        resolve(args(draft), TARGET, environ={MODE: scheduling, OURS + name: value})
+
+
+@pytest.mark.parametrize("name", [TABLE, CALIBRATION])
+def test_files_of_the_schedule_mean_nothing_in_static_mode(draft, name):
+    message = error(draft, **{name: "some.json"})
+    flag = "--" + name.replace("_", "-")
+    for word in (flag, "'some.json'", "static", "--speculative-verify-mode compact"):
+        assert word in message
+
+
+def test_files_of_the_schedule_are_read(draft, tmp_path):
+    model = CostModel(0.01, (1.0,), (0.0,), (1.0, 8.0), (0.0, 0.01))
+    place = Fingerprint("cpu", "m", "float32", 1, 7, "host")
+    save_table(tmp_path / "t.json", model, place, 0.02, cells=48)
+    temperatures = [1.0, 1.5, 2.0, 1.0, 1.0, 1.0, 0.5]
+    (tmp_path / "c.json").write_text(json.dumps({"temperatures": temperatures}))
+    files = {TABLE: str(tmp_path / "t.json"), CALIBRATION: str(tmp_path / "c.json")}
+    schedule = scheduled(draft, **files)
+    assert schedule.table.cost.drafted == model and schedule.table.fingerprint == place
+    assert schedule.temperatures == tuple(temperatures)
+    assert schedule.calibration == str(tmp_path / "c.json")
+
+
+@pytest.mark.parametrize("name", [TABLE, CALIBRATION])
+@pytest.mark.parametrize(
+    ("content", "words"), [("{", "is not readable JSON"), (None, "no such file")]
+)
+def test_files_of_the_schedule_that_cannot_be_read(draft, tmp_path, name, content, words):
+    path = tmp_path / "file.json"
+    if content is not None:
+        path.write_text(content)
+    message = scheduled_error(draft, **{name: str(path)})
+    assert all(word in message for word in ("--" + name.replace("_", "-"), str(path), words))
+
+
+@pytest.mark.parametrize(
+    ("gamma_of_the_flag", "entries", "allowed"), [(None, 6, 7), (None, 8, 7), (5, 7, 5)]
+)
+def test_temperatures_of_another_gamma(draft, tmp_path, gamma_of_the_flag, entries, allowed):
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps({"temperatures": [1.0] * entries}))
+    flags = {CALIBRATION: str(path), "speculative_dspark_block_size": gamma_of_the_flag}
+    message = scheduled_error(draft, **flags)
+    assert "--speculative-dspark-confidence-sts-path" in message
+    assert f"temperatures is {entries} entries; must be {allowed} numbers" in message
+
+
+@pytest.mark.parametrize("mode", ["compact", "cap-accept"])
+def test_windows_need_a_confidence_head(draft, tmp_path, mode):
+    def drop(weights):
+        for name in [name for name in weights if name.startswith("confidence_head")]:
+            del weights[name]
+
+    path = with_weights(draft, tmp_path / "headless", drop)
+    path = edited(path, tmp_path / "draft", enable_confidence_head=False)
+    assert not resolve(args(path), TARGET, environ={}).draft.has_confidence_head
+    with pytest.raises(ConfigError) as caught:
+        resolve(args(path), TARGET, environ={MODE: mode})
+    for word in ("--speculative-draft-model-path", str(path), "no confidence head", mode):
+        assert word in str(caught.value)
 
 
 def test_another_sglang_version_stops_the_process():

@@ -1,4 +1,4 @@
-"""The budget against brute force over every K, and the windows against their reference."""
+"""Budget and depth against brute force over all of both, and windows against their reference."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from cost_tables import CostModel, FlatCost
 from cuda_graph import TierGrid
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.kernels.top_windows import top_windows_reference
-from sglang_dspark.schedule.budget import choose_budget, early_stop
+from sglang_dspark.schedule.budget import Budget, choose_budget, early_stop
 from sglang_dspark.schedule.calibration import read_temperatures, survivals
 
 GAMMA = 5
@@ -24,28 +25,122 @@ STEEP = CostModel(0.01, (1.0,), (0.0,), (1.0, 8.0, 200.0), (0.0, 0.001, 0.2))
 
 
 def random_survivals(requests: int, seed: int) -> np.ndarray:
-    rng = np.random.default_rng(seed)
-    return rng.random((requests, GAMMA)).cumprod(axis=1)
+    """Every fourth seed is that of a bad draft, every fourth that of a very good one."""
+    chances = np.random.default_rng(seed).random((requests, GAMMA))
+    return (chances ** (1 / (1 + seed % 4))).cumprod(axis=1)
 
 
-def rate(values: np.ndarray, budget: int, grid: TierGrid, cost: CostModel, context: float) -> float:
+def rate(
+    values: np.ndarray, budget: int, grid: TierGrid, cost: CostModel, trust: float = 1.0
+) -> float:
+    """Θ of a budget for a draft that is as deep as there are values."""
     requests = len(values)
-    best = np.sort(values.ravel())[::-1][:budget].sum()
-    tokens = grid.fit(requests + budget, requests).tokens
-    return float((requests + best) / cost.seconds(requests, np.array([float(tokens)]), context)[0])
+    best = min(trust * np.sort(values.ravel())[::-1][:budget].sum(), budget)
+    tokens = np.array([float(grid.fit(requests + budget, requests).tokens)])
+    return float((requests + best) / cost.seconds(requests, tokens, 0.0, float(values.size))[0])
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_the_budget_is_the_best_of_all(seed: int) -> None:
-    requests = 1 + 3 * seed
+def best_rate(
+    values: np.ndarray, depth: int, grid: TierGrid, cost: CostModel, trust: float = 1.0
+) -> float:
+    cut = values[:, :depth]
+    return max(rate(cut, budget, grid, cost, trust) for budget in range(cut.size + 1))
+
+
+EVERY_DEPTH = tuple(range(1, GAMMA + 1))
+# Drafted tokens cost about as much as verified ones: every depth is the best for some seed.
+STEEP_DRAFT = replace(STEEP, draft_knots=(0.0, 120.0), draft_seconds=(0.0, 0.01))
+
+
+@pytest.mark.parametrize("trust", [0.5, 1.0, 1.8])
+@pytest.mark.parametrize("cost", [STEEP, STEEP_DRAFT], ids=["free draft", "draft"])
+def test_budget_and_depth_are_the_best_of_all(cost: CostModel, trust: float) -> None:
+    grid, depths = TierGrid.choose(24, GAMMA, 7), set()
+    for seed in range(24):
+        requests = 1 + seed
+        values = random_survivals(requests, seed)
+        budget = choose_budget(values, grid, cost, 0.0, 0.0, trust, EVERY_DEPTH)
+        every = [best_rate(values, depth, grid, cost, trust) for depth in EVERY_DEPTH]
+        assert budget.throughput == pytest.approx(max(every))
+        chosen = rate(values[:, : budget.depth], budget.tokens, grid, cost, trust)
+        assert budget.throughput == pytest.approx(chosen)
+        # It fills its tier, and the tier holds it.
+        tier = grid.tiers[budget.tier]
+        assert budget.tokens == min(tier.tokens - requests, requests * budget.depth)
+        depths.add(budget.depth)
+    assert len(depths) >= 3
+
+
+@pytest.mark.parametrize(
+    ("depths", "options"),
+    [(None, {1, 2, 4, 5}), ((), {5}), ((2,), {2, 5}), ((3, 1), {1, 3, 5}), ((5, 4), {4, 5})],
+    ids=str,
+)
+def test_depths_can_be_limited_but_all_of_gamma_is_one_of_them(
+    depths: tuple[int, ...] | None, options: set[int]
+) -> None:
     grid = TierGrid.choose(24, GAMMA, 7)
-    values = random_survivals(requests, seed)
-    budget = choose_budget(values, grid, STEEP, 0.0, min_gain=0.0)
-    every = [rate(values, k, grid, STEEP, 0.0) for k in range(requests * GAMMA + 1)]
-    assert budget.throughput == pytest.approx(max(every))
-    tier = grid.tiers[budget.tier]
-    # It fills its tier, and the tier holds it.
-    assert budget.tokens == min(tier.tokens - requests, requests * GAMMA)
+    for seed in range(12):
+        values = random_survivals(1 + seed, seed)
+        budget = choose_budget(values, grid, STEEP_DRAFT, 0.0, min_gain=0.0, depths=depths)
+        every = [best_rate(values, depth, grid, STEEP_DRAFT) for depth in options]
+        assert budget.depth in options
+        assert budget.throughput == pytest.approx(max(every))
+
+
+def at_price(price: float, min_gain: float) -> Budget:
+    """Of one request whose survivals are 0.8, 0.5, 0.2, 0.1 and 0.05, in 1 s a round and `price` s
+    for a drafted token. Θ at 0.1, by depth: 1.8 / 1.1, 2.3 / 1.2, 2.5 / 1.3, 2.6 / 1.4, 2.65 / 1.5.
+    """
+    draft = {"draft_knots": (0.0, 5.0), "draft_seconds": (0.0, 5 * price)}
+    cost = CostModel(1.0, (1.0,), (0.0,), (1.0,), (0.0,), **draft)
+    values, grid = np.array([[0.8, 0.5, 0.2, 0.1, 0.05]]), TierGrid.choose(1, GAMMA, 6)
+    return choose_budget(values, grid, cost, 0.0, min_gain, depths=EVERY_DEPTH)
+
+
+@pytest.mark.parametrize(("price", "depth"), [(0.01, 5), (0.1, 3), (0.25, 2), (1.0, 1)])
+def test_the_dearer_a_drafted_token_the_shallower_the_draft(price: float, depth: int) -> None:
+    budget = at_price(price, min_gain=0.0)
+    assert (budget.depth, budget.tokens) == (depth, depth)
+    assert budget.seconds == pytest.approx(1 + price * depth)
+
+
+def test_a_small_gain_does_not_shorten_the_draft() -> None:
+    """(2.5 / 1.3) / (2.65 / 1.5) is 1.0885."""
+    assert at_price(0.1, min_gain=0.088).depth == 3
+    assert at_price(0.1, min_gain=0.089).depth == GAMMA
+
+
+def test_a_free_draft_is_as_deep_as_the_longest_window() -> None:
+    grid, depths = TierGrid.choose(6, GAMMA, 36), set()  # a tier for every token count
+    for seed in range(20):
+        values = random_survivals(6, seed)
+        budget = choose_budget(values, grid, STEEP, 0.0, min_gain=0.0, depths=EVERY_DEPTH)
+        windows = top_windows_reference(torch.from_numpy(values), budget.tokens)
+        assert budget.depth == int(windows.max()) - 1
+        depths.add(budget.depth)
+    assert len(depths) >= 3
+
+
+@pytest.mark.parametrize(
+    ("gamma", "depths"), [(1, {1}), (2, {1, 2}), (4, {1, 2, 4}), (7, {1, 2, 4, 7})]
+)
+def test_the_depths_of_choice_are_powers_of_two_and_gamma(gamma: int, depths: set[int]) -> None:
+    grid, found = TierGrid.choose(1, gamma, gamma + 1), set()
+    for survive in range(1, gamma + 1):  # so many tokens for sure, no other
+        values = np.array([[1.0] * survive + [0.0] * (gamma - survive)])
+        cost = replace(STEEP, draft_knots=(0.0, 1.0), draft_seconds=(0.0, 1e-4))
+        found.add(choose_budget(values, grid, cost, 0.0, min_gain=0.0).depth)
+    assert found == depths
+
+
+def test_no_more_is_expected_than_is_verified() -> None:
+    """Survivals that promise too little are scaled up, but a token is accepted once at most."""
+    values, grid = np.full((4, GAMMA), 0.9), TierGrid.choose(4, GAMMA, 24)
+    full = choose_budget(values, grid, STEEP, 0.0, min_gain=10.0, trust=2.0)
+    early = early_stop(values, grid, STEEP, 0.0, trust=2.0)
+    for budget in (full, early):
+        assert budget.tokens > 4 and budget.expected_tokens == 4 + budget.tokens
 
 
 def test_where_tokens_are_free_everything_is_verified() -> None:
@@ -78,22 +173,23 @@ def test_broken_confidences_trim_nothing() -> None:
     assert budget.expected_tokens >= 3 + GAMMA
 
 
-def test_early_stop_equals_a_loop_and_fills_its_tier() -> None:
-    stopped_early = 0
+@pytest.mark.parametrize("depth", [1, 3, GAMMA])
+def test_early_stop_equals_a_loop_and_fills_its_tier(depth: int) -> None:
+    stopped_early, cost = 0, STEEP_DRAFT
     for seed in range(12):
-        values = random_survivals(5, seed)
+        values = random_survivals(5, seed)[:, :depth]
         grid = TierGrid.choose(5, GAMMA, 6)
         exact = TierGrid.choose(5, GAMMA, 5 * (GAMMA + 1))  # a tier for every token count
-        found = early_stop(values, grid, STEEP, 0.0)
+        found = early_stop(values, grid, cost, 0.0)
         admitted = 0
-        while admitted < values.size and rate(values, admitted + 1, exact, STEEP, 0.0) >= rate(
-            values, admitted, exact, STEEP, 0.0
+        while admitted < values.size and rate(values, admitted + 1, exact, cost) >= rate(
+            values, admitted, exact, cost
         ):
             admitted += 1
         tier = grid.fit(5 + admitted, 5)
         assert grid.tiers[found.tier] == tier
-        assert found.tokens == min(tier.tokens - 5, values.size)
-        assert found.throughput == pytest.approx(rate(values, found.tokens, grid, STEEP, 0.0))
+        assert found.depth == depth and found.tokens == min(tier.tokens - 5, values.size)
+        assert found.throughput == pytest.approx(rate(values, found.tokens, grid, cost))
         stopped_early += found.tokens < values.size
     assert stopped_early > 3
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +28,24 @@ MODEL = CostModel(
     token_knots=(1.0, 64.0, 256.0),
     token_seconds=(0.0, 0.001, 0.05),
     seconds_per_context_token=1e-7,
+    draft_knots=(1.0, 32.0, 224.0),
+    draft_seconds=(0.0, 0.002, 0.02),
 )
 PLACE = Fingerprint("cpu", "m", "float32", 1, 7, "host")
 
 
 def cells(noise: float, seed: int = 0) -> Cells:
     rng = np.random.default_rng(seed)
-    rows = [(r, m, c) for r in (1, 2, 4, 8, 16, 32) for m in (1, 2, 4, 8) for c in (10, 1000)]
-    r, m, c = (np.array(x, dtype=float) for x in zip(*rows, strict=True))
-    m = r * m
-    exact = np.array(
-        [MODEL.seconds(int(a), np.array([b]), d * a)[0] for a, b, d in zip(r, m, c, strict=True)]
-    )
-    return Cells(r, m, c * r, exact * (1 + noise * rng.standard_normal(len(exact))))
+    rows = [
+        (r, r * m, r * d, r * c)
+        for r in (1, 2, 4, 8, 16, 32)
+        for m in (1, 2, 4, 8)
+        for d in (1, 4, 7)
+        for c in (10, 1000)
+    ]
+    exact = np.array([MODEL.seconds(r, np.array([m]), c, d)[0] for r, m, d, c in rows])
+    seconds = exact * (1 + noise * rng.standard_normal(len(exact)))
+    return Cells(*np.array(rows, dtype=float).T, seconds)
 
 
 def test_a_fit_finds_what_made_the_cells() -> None:
@@ -49,25 +55,54 @@ def test_a_fit_finds_what_made_the_cells() -> None:
     assert np.median(relative_errors(fit(noisy), held_out)) < 0.03
 
 
+def test_a_fit_tells_drafted_tokens_from_verified_ones() -> None:
+    drafted, tokens = np.array([8.0, 32.0, 56.0, 128.0, 224.0]), np.array([1.0, 16.0, 64.0, 256.0])
+    for model, tolerance in ((fit(cells(0.0)), 1e-3), (fit(cells(0.01)), 0.002)):
+        draft = model.seconds(8, np.full(5, 64.0), 0.0, drafted)
+        verify = model.seconds(8, tokens, 0.0, 32.0)
+        for found, expected in (
+            (draft, MODEL.seconds(8, np.full(5, 64.0), 0.0, drafted)),
+            (verify, MODEL.seconds(8, tokens, 0.0, 32.0)),
+        ):
+            assert np.diff(found) == pytest.approx(np.diff(expected), abs=tolerance)
+
+
 def test_a_fit_never_falls() -> None:
     """Noise that makes more tokens look cheaper."""
     measured = cells(0.3, seed=2)
     model = fit(measured)
     tokens = np.arange(1.0, 400.0)
     assert (np.diff(model.seconds(4, tokens, 100.0)) >= -1e-12).all()
+    assert (np.diff(model.seconds(4, np.full(399, 9.0), 100.0, tokens)) >= -1e-12).all()
     assert model.seconds_per_context_token >= 0
 
 
 def test_beyond_the_last_knot_more_tokens_cost_more() -> None:
     inside, outside = MODEL.seconds(8, np.array([256.0, 512.0]), 0.0)
     assert outside - inside == pytest.approx(0.049 / 192 * 256)
+    inside, outside = MODEL.seconds(8, np.full(2, 8.0), 0.0, np.array([224.0, 448.0]))
+    assert outside - inside == pytest.approx(0.018 / 192 * 224)
+
+
+def test_rounds_without_a_draft_have_no_draft_part() -> None:
+    measured = replace(cells(0.0), drafted=np.zeros(len(cells(0.0))))
+    model = fit(measured)
+    assert (model.draft_knots, model.draft_seconds) == ((0.0,), (0.0,))
+    one, other = (model.seconds(4, np.array([8.0]), 0.0, drafted) for drafted in (0.0, 99.0))
+    assert one == other
 
 
 def test_a_table_reads_back(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     save_table(path, MODEL, PLACE, 0.02, cells=48)
     table = load_table(path)
-    assert table.cost == RoundCost(MODEL) and table.fingerprint == PLACE and table.median_error == 0.02
+    assert (
+        table.cost == RoundCost(MODEL) and table.fingerprint == PLACE and table.median_error == 0.02
+    )
+    fitted, plain = fit(cells(0.01)), replace(MODEL, draft_knots=(0.0,), draft_seconds=(0.0,))
+    assert fitted.draft_seconds[-1] > 0
+    save_table(path, fitted, PLACE, 0.02, cells=48, plain=plain)
+    assert load_table(path).cost == RoundCost(fitted, plain)
     other = Fingerprint("gpu", "m", "float32", 1, 5, "host")
     assert PLACE.differences(other) == ["device: cpu against gpu", "gamma: 7 against 5"]
 
@@ -84,7 +119,8 @@ def test_sglangs_tables_load(tmp_path: Path) -> None:
     cost = load_table(tmp_path / "s.json").cost.drafted
     tokens = np.array([1.0, 7.0, 8.0, 63.0, 64.0, 100.0])
     expected = [1 / steps.lookup(int(t)) for t in tokens]
-    assert cost.seconds(1, tokens, 0.0).tolist() == pytest.approx(expected)
+    for drafted in (0.0, 500.0, 10 * tokens):  # to SGLang a draft is a part of the step
+        assert cost.seconds(1, tokens, 0.0, drafted).tolist() == pytest.approx(expected)
 
     additive = SpsAdditiveCostTable(0.01, [1, 8], [-0.002, 0.001], [1, 16, 64], [0.0, 0.003, 0.02])
     (tmp_path / "a.json").write_text(additive.to_json())
@@ -92,11 +128,14 @@ def test_sglangs_tables_load(tmp_path: Path) -> None:
     for requests in (1, 4, 8):
         for budget in (0, 5, 40):
             expected_s = additive.step_time(num_reqs=requests, budget=budget)
-            found = cost.seconds(requests, np.array([float(requests + budget)]), 0.0)[0]
-            assert found == pytest.approx(expected_s)
+            tokens = np.array([float(requests + budget)])
+            for drafted in (0.0, 500.0):
+                found = cost.seconds(requests, tokens, 0.0, drafted)[0]
+                assert found == pytest.approx(expected_s)
 
 
-def broken(**changes: Any) -> dict[str, Any]:
+def broken(*missing: str, **changes: Any) -> dict[str, Any]:
+    """A file of ours with fields changed or, in the model, missing."""
     model = {
         "bias": 0.01,
         "request_knots": [1],
@@ -104,6 +143,8 @@ def broken(**changes: Any) -> dict[str, Any]:
         "token_knots": [1, 8],
         "token_seconds": [0, 0.01],
         "seconds_per_context_token": 0,
+        "draft_knots": [1, 8],
+        "draft_seconds": [0, 0.01],
     }
     top = {
         "format": "sglang-dspark cost table",
@@ -114,6 +155,8 @@ def broken(**changes: Any) -> dict[str, Any]:
     }
     for name, value in changes.items():
         (model if name in model else top)[name] = value
+    for name in missing:
+        del model[name]
     return {**top, "model": model}
 
 
@@ -127,6 +170,12 @@ def broken(**changes: Any) -> dict[str, Any]:
         (json.dumps(broken(token_seconds=[0, -1])), "token_seconds is .* must not be negative"),
         (json.dumps(broken(token_seconds=[0])), "token_knots has 2 entries and token_seconds 1"),
         (json.dumps(broken(token_knots=[8, 1])), "token_knots is .* must ascend"),
+        (json.dumps(broken("draft_knots")), "field draft_knots is missing"),
+        (json.dumps(broken("draft_seconds")), "field draft_seconds is missing"),
+        (json.dumps(broken(draft_knots=5)), "draft_knots is 5; must be a list of numbers"),
+        (json.dumps(broken(draft_seconds=[0])), "draft_knots has 2 entries and draft_seconds 1"),
+        (json.dumps(broken(draft_knots=[8, 8])), "draft_knots is .* must ascend"),
+        (json.dumps(broken(draft_seconds=[0.01, 0])), "draft_seconds is .* must not"),
         (json.dumps(broken(bias=float("nan"))), "bias holds nan; must be a finite number"),
         (json.dumps(broken(bias="1")), "bias holds '1'; must be a finite number"),
         (json.dumps(broken(bias=0.0)), "takes no time"),

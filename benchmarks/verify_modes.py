@@ -1,0 +1,304 @@
+"""Verify modes under load: no speculation, static, compact and fixed windows, side by side.
+
+    python benchmarks/verify_modes.py
+
+All servers run SmolLM2-135M on the host platform and are up at the same time; they take turns, one
+loaded at a time, in alternating order. The load is a closed loop: as many clients as the
+concurrency says, each of which sends its next request when the last one is answered. Prompts are
+the recipe's held-out ones: `low` acceptance (chat, prose), `high` (maths, code), and a mix of both.
+Fixed windows are static servers that draft fewer tokens; they run on the mix.
+
+Written are every run, medians, ratios, what the compact servers say of padding and of their table's
+predictions, and the utilisation of a cap-accept server; a plot of throughput against speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from host_attention import describe_machine, versions
+from transformers import AutoTokenizer
+
+import sglang_dspark
+from sglang_dspark.demo.model import prepare_demo_model
+from sglang_dspark.recipe.evaluate import chat_prompts
+from sglang_dspark.recipe.prompts import PROMPTS
+from sglang_dspark.serving import Server
+
+RESULTS = Path(__file__).parent / "results" / "verify_modes.json"
+DRAFT = Path(sglang_dspark.__file__).parent / "drafts" / "smollm2-135m-dspark"
+SPECULATIVE = ["--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(DRAFT)]
+ARMS = {
+    "none": [],
+    "static": SPECULATIVE,
+    "compact": [*SPECULATIVE, "--speculative-verify-mode", "compact"],
+    "window 2": [*SPECULATIVE, "--speculative-num-draft-tokens", "2"],
+    "window 3": [*SPECULATIVE, "--speculative-num-draft-tokens", "3"],
+    "window 5": [*SPECULATIVE, "--speculative-num-draft-tokens", "5"],
+}
+CAP_ACCEPT = [*SPECULATIVE, "--speculative-verify-mode", "cap-accept"]
+MAIN_ARMS = ("none", "static", "compact")
+KINDS = {"low": ("chat", "prose"), "high": ("maths", "code")}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One measured load."""
+
+    arm: str
+    kind: str
+    concurrency: int
+    tokens_per_s: float  # output tokens of all requests / wall time, prefill included
+    user_tokens_per_s: float  # mean over requests of output tokens / latency
+    record: dict[str, Any] | None  # what the server says of its rounds; None without speculation
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_arguments(argv)
+    model = str(prepare_demo_model("bfloat16"))
+    prompts = load_prompts(model)
+    runs: list[Run] = []
+    utilisation: dict[str, Any] = {}
+    with ExitStack() as stack, tempfile.TemporaryDirectory() as logs:
+        servers = {}
+        for name in args.arms:
+            servers[name] = stack.enter_context(start(model, ARMS[name], Path(logs) / name, args))
+        for server in servers.values():  # every shape once: oneDNN compiles for each
+            for concurrency in args.concurrency:
+                load(server, prompts["mix"], concurrency, args, seed=0)
+        for repeat in range(1, args.repeats + 1):
+            for kind in ("low", "high", "mix"):
+                arms = [name for name in servers if kind == "mix" or name in MAIN_ARMS]
+                for concurrency in args.concurrency:
+                    for name in arms if repeat % 2 else reversed(arms):
+                        run = measure(servers[name], name, kind, prompts, concurrency, args, repeat)
+                        runs.append(run)
+                        print(summary(run), file=sys.stderr, flush=True)
+        table = table_of(servers["compact"]) if "compact" in servers else ""
+    if not args.skip_cap_accept:
+        with tempfile.TemporaryDirectory() as logs:
+            with start(model, CAP_ACCEPT, Path(logs) / "cap", args) as server:
+                load(server, prompts["mix"], max(args.concurrency), args, seed=0)
+                for concurrency in args.concurrency:
+                    run = measure(server, "cap-accept", "mix", prompts, concurrency, args, 1)
+                    assert run.record is not None
+                    utilisation[str(concurrency)] = round(run.record["utilisation"], 4)
+    report = {
+        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "machine": describe_machine(),
+        "versions": versions(),
+        "model": "SmolLM2-135M-Instruct, bfloat16, draft smollm2-135m-dspark",
+        "workload": {
+            "output_tokens": f"{args.output_tokens // 2} to {args.output_tokens * 3 // 2}",
+            "requests_per_run": f"{args.waves} times the concurrency, at least 3",
+            "repeats": args.repeats,
+            "temperature": 0,
+        },
+        "cost_table": table,
+        "medians": medians(runs),
+        "checks": checks(runs),
+        "utilisation_of_cap_accept_on_the_mix": utilisation,
+        "runs": [asdict(run) for run in runs],
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(report, indent=1) + "\n")
+    plot(report["medians"], args.out.with_suffix(".png"))
+    print_tables(report)
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32])
+    parser.add_argument("--repeats", type=int, default=3, help="at least 3 for a result")
+    parser.add_argument("--waves", type=float, default=1.5, help="requests for each client")
+    parser.add_argument("--output-tokens", type=int, default=40, help="mean of a request")
+    parser.add_argument("--tiers", default="12")
+    parser.add_argument("--skip-cap-accept", action="store_true")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    return parser.parse_args(argv)
+
+
+def load_prompts(model: str) -> dict[str, list[list[int]]]:
+    """Token ids by kind; the mix takes turns."""
+    of_topic = chat_prompts(AutoTokenizer.from_pretrained(model), PROMPTS)
+    prompts = {
+        kind: [p for topic in topics for p in of_topic[topic]] for kind, topics in KINDS.items()
+    }
+    for of_kind in prompts.values():
+        random.Random(0).shuffle(of_kind)
+    pairs = zip(prompts["low"], prompts["high"], strict=True)
+    prompts["mix"] = [prompt for pair in pairs for prompt in pair]
+    return prompts
+
+
+def start(model: str, flags: list[str], log: Path, args: argparse.Namespace) -> Server:
+    common = [
+        *("--model-path", model, "--dtype", "bfloat16", "--skip-tokenizer-init"),
+        *("--max-running-requests", str(max(args.concurrency)), "--max-total-tokens", "16384"),
+    ]
+    if "--speculative-verify-mode" in flags:
+        common += ["--speculative-verify-tiers", args.tiers]
+    return Server([*common, *flags], log=log, timeout_s=600)
+
+
+def load(
+    server: Server, prompts: list[list[int]], concurrency: int, args: argparse.Namespace, seed: int
+) -> tuple[float, float]:
+    """Output tokens per second, of all and as one user sees them."""
+    server.get("/flush_cache")
+    rng = random.Random(1000 * seed + concurrency)
+    count = max(3, round(args.waves * concurrency))
+    half = args.output_tokens // 2
+    work = [(prompts[i % len(prompts)], half + rng.randrange(2 * half + 1)) for i in range(count)]
+
+    def send(job: tuple[list[int], int]) -> float:
+        prompt, length = job
+        sampling = {"temperature": 0, "max_new_tokens": length, "ignore_eos": True}
+        began = time.perf_counter()
+        server.post("/generate", {"input_ids": prompt, "sampling_params": sampling})
+        return length / (time.perf_counter() - began)
+
+    began = time.perf_counter()
+    with ThreadPoolExecutor(concurrency) as pool:
+        speeds = list(pool.map(send, work))
+    wall = time.perf_counter() - began
+    return sum(length for _, length in work) / wall, statistics.mean(speeds)
+
+
+def measure(
+    server: Server,
+    arm: str,
+    kind: str,
+    prompts: dict[str, list[list[int]]],
+    concurrency: int,
+    args: argparse.Namespace,
+    repeat: int,
+) -> Run:
+    if arm != "none":
+        server.post("/set_internal_state", {"server_args": {"dspark_clear_info_records": True}})
+    tokens, user = load(server, prompts[kind], concurrency, args, repeat)
+    record = None
+    if arm != "none":
+        said = server.get("/server_info")["internal_states"][0]["dspark_info_record"]
+        keep = ("rounds", "plain_rounds", "verified", "computed", "accept_length", "utilisation")
+        record = {name: said[name] for name in keep}
+        steps = zip(said["predicted_ms"], said["measured_ms"], strict=True)
+        record["step_errors"] = [round(abs(p - m) / m, 4) for p, m in steps if p and m is not None]
+    return Run(arm, kind, concurrency, round(tokens, 2), round(user, 2), record)
+
+
+def table_of(server: Server) -> str:
+    said = server.get("/server_info")["internal_states"][0]["dspark_info_record"]
+    return f"{said['schedule']['cost table']}; tiers {said['schedule']['tiers']}"
+
+
+def medians(runs: list[Run]) -> list[dict[str, Any]]:
+    groups: dict[tuple[str, int, str], list[Run]] = {}
+    for run in runs:
+        groups.setdefault((run.kind, run.concurrency, run.arm), []).append(run)
+    return [
+        {
+            "kind": kind,
+            "concurrency": concurrency,
+            "arm": arm,
+            "tokens_per_s": statistics.median(run.tokens_per_s for run in group),
+            "user_tokens_per_s": statistics.median(run.user_tokens_per_s for run in group),
+        }
+        for (kind, concurrency, arm), group in groups.items()
+    ]
+
+
+def checks(runs: list[Run]) -> dict[str, Any]:
+    """The figures that the modes are judged by."""
+    speed = {(r["kind"], r["concurrency"], r["arm"]): r["tokens_per_s"] for r in medians(runs)}
+    kinds, sizes = {k for k, _, _ in speed}, sorted({c for _, c, _ in speed})
+    best = {
+        f"{kind}, {c}": round(
+            speed[kind, c, "compact"] / max(speed[kind, c, "none"], speed[kind, c, "static"]), 3
+        )
+        for kind in sorted(kinds)
+        for c in sizes
+    }
+    fixed = [arm for arm in ARMS if arm.startswith("window")] + ["static"]
+    windows = {
+        str(c): round(
+            speed["mix", c, "compact"]
+            / max(speed["mix", c, arm] for arm in fixed if ("mix", c, arm) in speed),
+            3,
+        )
+        for c in sizes
+    }
+    compact = [run.record for run in runs if run.arm == "compact" and run.record is not None]
+    verified = sum(record["verified"] for record in compact)
+    computed = sum(record["computed"] for record in compact)
+    errors = [error for record in compact for error in record["step_errors"]]
+    return {
+        "compact_over_best_of_none_and_static": best,
+        "compact_over_static_at_highest_concurrency_low": round(
+            speed["low", sizes[-1], "compact"] / speed["low", sizes[-1], "static"], 3
+        ),
+        "compact_over_best_fixed_window_on_the_mix": windows,
+        "padding_of_verify_tokens": round(1 - verified / computed, 4),
+        "median_step_time_error": round(statistics.median(errors), 4),
+    }
+
+
+def summary(run: Run) -> str:
+    record = "" if run.record is None else f" accept length {run.record['accept_length']:.2f}"
+    return (
+        f"{run.arm:9} {run.kind:5} {run.concurrency:3} {run.tokens_per_s:8.1f} tokens/s"
+        f" {run.user_tokens_per_s:6.1f} a user{record}"
+    )
+
+
+def print_tables(report: dict[str, Any]) -> None:
+    for row in report["medians"]:
+        print(
+            f"{row['kind']:5} {row['concurrency']:3} {row['arm']:9} {row['tokens_per_s']:8.1f} "
+            f"{row['user_tokens_per_s']:8.1f}"
+        )
+    print(json.dumps(report["checks"], indent=1))
+    print("utilisation:", report["utilisation_of_cap_accept_on_the_mix"])
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Throughput against the speed of one user, one curve an arm, one panel a kind."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    kinds = sorted({row["kind"] for row in rows})
+    figure, axes = pyplot.subplots(1, len(kinds), figsize=(5 * len(kinds), 4), squeeze=False)
+    for kind, axis in zip(kinds, axes[0], strict=True):
+        for arm in ARMS:
+            points = [r for r in rows if r["kind"] == kind and r["arm"] == arm]
+            if points:
+                axis.plot(
+                    [r["user_tokens_per_s"] for r in points],
+                    [r["tokens_per_s"] for r in points],
+                    marker="o",
+                    linewidth=2 if arm == "compact" else 1,
+                    label=arm,
+                )
+        axis.set(title=kind, xlabel="tokens/s of one user", ylabel="tokens/s of all")
+        axis.grid(alpha=0.3)
+    axes[0][-1].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()
