@@ -45,7 +45,7 @@ ARMS = {
     "compact": [*SPECULATIVE, "--speculative-verify-mode", "compact"],
     "window 2": [*SPECULATIVE, "--speculative-num-draft-tokens", "2"],
     "window 3": [*SPECULATIVE, "--speculative-num-draft-tokens", "3"],
-    "window 5": [*SPECULATIVE, "--speculative-num-draft-tokens", "5"],
+    "window 4": [*SPECULATIVE, "--speculative-num-draft-tokens", "4"],
 }
 CAP_ACCEPT = [*SPECULATIVE, "--speculative-verify-mode", "cap-accept"]
 MAIN_ARMS = ("none", "static", "compact")
@@ -122,8 +122,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--repeats", type=int, default=3, help="at least 3 for a result")
-    parser.add_argument("--waves", type=float, default=1.5, help="requests for each client")
-    parser.add_argument("--output-tokens", type=int, default=40, help="mean of a request")
+    parser.add_argument("--waves", type=float, default=1.0, help="requests for each client")
+    parser.add_argument("--output-tokens", type=int, default=32, help="mean of a request")
     parser.add_argument("--tiers", default="12")
     parser.add_argument("--skip-cap-accept", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS)

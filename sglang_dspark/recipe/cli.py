@@ -20,6 +20,8 @@ from sglang_dspark.recipe.features import Example, select_layers
 from sglang_dspark.recipe.initialise import init_block_draft, init_eagle3
 from sglang_dspark.recipe.objectives import (
     CE_LOSS,
+    EARLY_LOSS,
+    PAPER_LOSS,
     BlockObjective,
     Eagle3Objective,
     Objective,
@@ -50,6 +52,7 @@ class Options:
     seed: int
     start_from: Path | None = None
     eval_prompts: int | None = None
+    confidence_weight: float | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,6 +83,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--eval-prompts", type=_positive, metavar="N", help="of each kind (default: all 20)"
     )
     parser.add_argument(
+        "--confidence-weight",
+        type=float,
+        metavar="W",
+        help="of the confidence loss, all along (default: 0.3, and 1, the paper's, at the end)",
+    )
+    parser.add_argument(
         "--start-from",
         type=Path,
         metavar="DRAFT",
@@ -98,6 +107,7 @@ def main(args: argparse.Namespace) -> int:
         steps=args.steps,
         threads=args.threads,
         seed=args.seed,
+        confidence_weight=args.confidence_weight,
         start_from=args.start_from,
         eval_prompts=args.eval_prompts,
     )
@@ -211,7 +221,11 @@ def new_objective(
     frequent = frequent_ids(examples, FREQUENT_IDS, block.vocab_size).to(target.device)
     if name == "dflash":
         return BlockObjective(draft, shared, frequent, early=CE_LOSS, final=CE_LOSS)
-    return BlockObjective(draft, shared, frequent)
+    weight = options.confidence_weight
+    if weight is None:
+        return BlockObjective(draft, shared, frequent)
+    early, final = (replace(loss, confidence=weight) for loss in (EARLY_LOSS, PAPER_LOSS))
+    return BlockObjective(draft, shared, frequent, early=early, final=final)
 
 
 def load_backbone(draft: DraftModel, folder: Path) -> None:

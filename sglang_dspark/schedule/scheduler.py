@@ -22,9 +22,14 @@ Ints = npt.NDArray[np.int64]
 
 # After a round without a draft the confidences are those of before: look again after so many
 # (twice as many each time). The same for the far end of blocks that are drafted in part.
-FIRST_PROBE, LAST_PROBE = 4, 64
+FIRST_PROBE, LAST_PROBE = 16, 64
 # Weight of a new observation in running means: the last 20 rounds or so count.
 NEWS = 0.05
+# The same for accepted tokens, which differ between kinds of text: the last 10 rounds or so.
+NEWS_OF_TRUST = 0.1
+# A draft must promise this much more throughput than plain decoding: it is the best of many
+# estimates, and the best of many is overestimated.
+DRAFT_GAIN = 1.05
 # A step that takes longer than this many usual ones was disturbed, and counts as so many.
 DISTURBED = 3.0
 
@@ -89,9 +94,9 @@ class BudgetScheduler:
         known = self._known(rows, generations)
         budget = self._best(known, context)
         plain = self._plain(requests, context)
-        if plain is not None and plain.expected_tokens / (plain.seconds * self._pace[False]) > (
-            budget.expected_tokens / (budget.seconds * self._pace[True])
-        ):
+        if plain is not None and DRAFT_GAIN * plain.expected_tokens / (
+            plain.seconds * self._pace[False]
+        ) > budget.expected_tokens / (budget.seconds * self._pace[True]):
             self._plain_rounds += 1
             if self._plain_rounds <= self._patience:
                 return plain
@@ -139,7 +144,7 @@ class BudgetScheduler:
         verified = np.arange(depth) < windows[:, None] - 1
         promised = float(survivals[verified].sum())
         # One window says little; a batch is as good as its tokens are many.
-        weight = NEWS * min(1.0, promised / 8)
+        weight = NEWS_OF_TRUST * min(1.0, promised / 8)
         if promised > 0:
             kept = float(accepted.sum()) / promised
             self._trust += weight * (min(max(kept, 0.25), 2.0) - self._trust)

@@ -41,11 +41,6 @@ def test_a_truncated_table(tmp_path):
     assert TABLE in message and "not readable JSON" in message
 
 
-def test_a_mode_that_does_not_exist(tmp_path):
-    ended = launch(TARGET, *ARGS[len(MICRO) :], *speculative(DRAFT), *mode("compcat"))
-    assert ended.returncode != 0 and "invalid choice: 'compcat'" in ended.stderr
-
-
 def test_a_table_measured_elsewhere_stops_the_server_and_says_why(tmp_path):
     """Known only once the model is loaded, but before a request is taken."""
     path = tmp_path / "table.json"

@@ -19,7 +19,6 @@ pytestmark = pytest.mark.server
 
 SMALL_POOL = ["--max-total-tokens", "768", "--schedule-conservativeness", "0.05"]
 CONFIGS = {
-    "compact": mode("compact"),
     "compact, coarse tiers": mode("compact", *COARSE),
     "compact, nothing": mode("compact", *COARSE, *budget("0")),
     "compact, everything": mode("compact", *COARSE, *budget("1")),
