@@ -36,11 +36,16 @@ class Measured:
 
 
 def plan_cells(
-    tiers: Sequence[int], gamma: int, max_requests: int, context: int, long_context: int
+    tiers: Sequence[int],
+    gamma: int,
+    max_requests: int,
+    context: int,
+    long_context: int,
+    padded: bool = True,
 ) -> list[Cell]:
     """Cells that cover a grid: every tier with few requests drafted deeply and many drafted
     shallowly, in between, and rounds without a draft. long_context: of some further cells; the same
-    as `context` if there is no room."""
+    as `context` if there is no room. padded: whether rounds without a draft fill a tier too."""
     cells = set()
     for i, tokens in enumerate(tiers):
         fewest = min(-(-tokens // (gamma + 1)), max_requests)
@@ -51,7 +56,7 @@ def plan_cells(
             cells.add(Cell(tokens, tokens, 0, context))
     for requests in {1, -(-max_requests // 4), max_requests}:
         full = next(t for t in tiers if t >= requests * (gamma + 1))
-        least = next(t for t in tiers if t >= requests)
+        least = next(t for t in tiers if t >= requests) if padded else requests
         shallow = next(t for t in tiers if t >= 2 * requests)
         cells.add(Cell(requests, shallow, 1, context))
         cells.add(Cell(requests, full, gamma, long_context))

@@ -72,9 +72,13 @@ class GraphPool:
             self._memory = graph.pool()
             self._graphs[tier.tokens] = (graph, result)
 
+    def holds(self, tokens: int) -> bool:
+        """Whether there is a tier of exactly so many tokens."""
+        return any(tier.tokens == tokens for tier in self.grid.tiers)
+
     def replay(self, tokens: int, inputs: Mapping[str, torch.Tensor]) -> Any:
         """Run the tier of `tokens` tokens (one of the grid's) on inputs of at most as many rows."""
-        if tokens not in [tier.tokens for tier in self.grid.tiers]:
+        if not self.holds(tokens):
             raise KeyError(f"no tier of {tokens} tokens; captured: {self.grid.describe()}")
         if inputs.keys() != self._specs.keys():
             raise KeyError(f"inputs are {sorted(inputs)}; must be {sorted(self._specs)}")

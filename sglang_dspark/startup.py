@@ -64,8 +64,11 @@ def start_schedule(worker: SpecWorker) -> None:
         grid = make_grid(config.schedule.tiers, runner.max_running_requests, config.gamma)
         if config.mode is VerifyMode.COMPACT and worker.device.type == "cpu":
             worker.target.use_eager_tiers(grid)
-    worker.windows.use_grid(grid)
-    source = find_cost(config.schedule, fingerprint(worker), lambda: measure_rounds(worker, grid))
+    worker.windows.use_grid(grid, captured=bool(captured))
+    padded = bool(captured)
+    source = find_cost(
+        config.schedule, fingerprint(worker), lambda: measure_rounds(worker, grid, padded)
+    )
     worker.windows.start(source)
 
 
@@ -95,15 +98,23 @@ def fingerprint(worker: SpecWorker) -> Fingerprint:
     )
 
 
-def measure_rounds(worker: SpecWorker, grid: TierGrid) -> Measured:
-    """Time whole rounds at every tier of the grid, in the worker itself. A few seconds."""
+def measure_rounds(worker: SpecWorker, grid: TierGrid, padded: bool) -> Measured:
+    """Time whole rounds at every tier of the grid, in the worker itself. A few seconds.
+
+    padded: whether rounds without a draft are run in a tier too.
+    """
     runner, config = worker.model_runner, worker.config
     table = runner.req_to_token_pool.req_to_token
     room = min(table.shape[1], runner.model_config.context_len) - 2 * config.width
     context = max(1, min(CONTEXT, room))
     tokens = [tier.tokens for tier in grid.tiers]
     cells = plan_cells(
-        tokens, config.gamma, grid.max_requests, context, max(context, min(LONG_CONTEXT, room))
+        tokens,
+        config.gamma,
+        grid.max_requests,
+        context,
+        max(context, min(LONG_CONTEXT, room)),
+        padded,
     )
     rows = torch.arange(1, grid.max_requests + 1, device=worker.device)
 

@@ -251,7 +251,7 @@ class SpecWorker(BaseSpecWorker):
         return torch.full_like(state.anchors, self.config.width)
 
     def _pack(self, window_tokens: torch.Tensor, state: RoundState, plan: Plan) -> VerifyRows:
-        tier = self.windows.tier(plan.decision)
+        tier = self.windows.tier(plan.decision, len(window_tokens))
         if tier is None or plan.windows is None:
             return full_rows(window_tokens, state.positions, plan.windows)
         return packed_rows(window_tokens, state.positions, plan.windows, tier)

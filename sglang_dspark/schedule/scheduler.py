@@ -59,13 +59,21 @@ class Decision:
 class BudgetScheduler:
     """Decides about rounds, and learns from those that are over.
 
-    rows: of SGLang's request table. gamma: draft tokens proposed a round.
+    rows: of SGLang's request table. gamma: draft tokens proposed a round. captured: whether rounds
+    without a draft are padded to a tier too, since only tiers have graphs.
     """
 
     def __init__(
-        self, config: ScheduleConfig, gamma: int, grid: TierGrid, cost: RoundCost, rows: int
+        self,
+        config: ScheduleConfig,
+        gamma: int,
+        grid: TierGrid,
+        cost: RoundCost,
+        rows: int,
+        captured: bool = True,
     ) -> None:
         self.config, self.gamma, self.grid, self.cost = config, gamma, grid, cost
+        self._captured = captured
         # "auto", or what is forced; a running server can be told another (see the worker).
         self.share = config.budget
         # Latest survivals of the request in each row; valid while its generation is the row's.
@@ -166,8 +174,8 @@ class BudgetScheduler:
         if self.cost.plain is None:
             return None
         tier = self.grid.index(requests, requests)
-        size = np.array([float(self.grid.tiers[tier].tokens)])
-        seconds = float(self.cost.plain.seconds(requests, size, context)[0])
+        size = self.grid.tiers[tier].tokens if self._captured else requests
+        seconds = float(self.cost.plain.seconds(requests, np.array([float(size)]), context)[0])
         return Decision(0, 0, tier, float(requests), seconds)
 
 

@@ -54,11 +54,12 @@ class WindowScheduler:
         self._temperatures = torch.tensor(temperatures, device=device)
         self._budgets: BudgetScheduler | None = None
         self.grid: TierGrid | None = None
+        self._captured = False
         self.source: CostSource | None = None
 
-    def use_grid(self, grid: TierGrid) -> None:
-        """Graphs are captured."""
-        self.grid = grid
+    def use_grid(self, grid: TierGrid, captured: bool) -> None:
+        """captured: whether there are graphs for the grid, or tiers are run eagerly."""
+        self.grid, self._captured = grid, captured
 
     def start(self, source: CostSource) -> None:
         """The table is known too."""
@@ -66,7 +67,7 @@ class WindowScheduler:
         self.source = source
         rows = self._pool.req_to_token.shape[0]
         self._budgets = BudgetScheduler(
-            self.config.schedule, self.config.gamma, self.grid, source.cost, rows
+            self.config.schedule, self.config.gamma, self.grid, source.cost, rows, self._captured
         )
 
     def requests(self, batch: ScheduleBatch) -> tuple[Ints, Ints]:
@@ -115,10 +116,12 @@ class WindowScheduler:
             windows = self._agreement.tensor(choose(candidates, decision.budget))
         return Plan(decision, windows, known, broken)
 
-    def tier(self, decision: Decision) -> Tier | None:
+    def tier(self, decision: Decision, requests: int) -> Tier | None:
         """Where the round's rows are packed; None: they are not."""
         if self.config.mode is not VerifyMode.COMPACT or self.grid is None:
             return None
+        if not decision.drafts and not self._captured:
+            return Tier(requests, requests)  # nothing to fill up with, and no graph to fit
         return None if decision.tier is None else self.grid.tiers[decision.tier]
 
     def force(self, share: float | None) -> None:

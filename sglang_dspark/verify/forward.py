@@ -116,8 +116,9 @@ class TargetForward:
             "positions": rows.positions,
             "columns": rows.columns,
         }
-        if self._pool is not None and rows.ragged is not None:
-            result: Result = self._pool.replay(len(rows.tokens), views)
+        pool = self._pool
+        if pool is not None and rows.ragged is not None and pool.holds(len(rows.tokens)):
+            result: Result = pool.replay(len(rows.tokens), views)
             return result
         return run(self._input(views, state, rows))
 

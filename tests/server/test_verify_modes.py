@@ -88,7 +88,9 @@ def test_windows_are_what_was_asked_for(server: Server):
         assert seen["utilisation"] is None
         if "20,60,128" in server.command:
             assert padding > 0, "padding is what these tiers are for"
-            assert set(seen["tokens"]) <= {20, 60, 128}
+            # Rounds without a draft need no tier where there are no graphs.
+            steps = zip(seen["tokens"], seen["depths"], strict=True)
+            assert {tokens for tokens, depth in steps if depth} <= {20, 60, 128}
         assert seen["padding"] == pytest.approx(padding / seen["computed"])
     if "half" not in server.name and "everything" not in server.name:
         return
