@@ -18,6 +18,7 @@ import pytest
 import micro
 from servers import MICRO, assert_no_leak, generate, in_thread, serve, speculative
 from sglang_dspark.serving import HOST, Server
+from trained import budget, mode
 
 pytestmark = pytest.mark.server
 
@@ -92,11 +93,15 @@ def expected(noisy_pair, tmp_path_factory):
         }
 
 
-@pytest.fixture(scope="module")
-def server(noisy_pair, tmp_path_factory):
+# Windows that end anywhere: penalties and log-probabilities have to find their rows.
+RANDOM = [*mode("compact"), *budget("random")]
+
+
+@pytest.fixture(scope="module", params=[[], RANDOM], ids=["static", "compact, random"])
+def server(request, noisy_pair, tmp_path_factory):
     target, draft = noisy_pair
     log = tmp_path_factory.mktemp("log") / "server.log"
-    args = [*ARGS, *speculative(draft)]
+    args = [*ARGS, *speculative(draft), *request.param]
     with serve(target, args, log, SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY="1") as server:
         yield server
 
