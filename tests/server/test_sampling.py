@@ -15,7 +15,7 @@ import torch
 import micro
 import reference
 from distributions import FALSE_ALARM, g_test
-from servers import MICRO, assert_no_leak, generate, serve, speculative
+from servers import MICRO, assert_no_leak, generate, info, serve, speculative
 
 pytestmark = pytest.mark.server
 
@@ -37,11 +37,15 @@ MODES = {
 }
 
 
-@pytest.fixture(scope="module", params=MODES)
-def server(request, pair, tmp_path_factory):
+def started(pair, tmp_path_factory, mode: str):
     target, draft = pair
     log = tmp_path_factory.mktemp("log") / "server.log"
-    with serve(target, [*MICRO, *speculative(draft), *MODES[request.param]], log) as server:
+    return serve(target, [*MICRO, *speculative(draft), *MODES[mode]], log)
+
+
+@pytest.fixture(scope="module")
+def server(pair, tmp_path_factory):
+    with started(pair, tmp_path_factory, "static") as server:
         yield server
 
 
@@ -72,14 +76,25 @@ def samples(server, **params) -> list[tuple[int, ...]]:
     return [tuple(answer["output_ids"][:3]) for answer in answers]
 
 
-def test_plain_sampling(pair, server):
+def check_plain_sampling(pair, server) -> list[list[int]]:
+    """Returns the windows of the last rounds."""
     p = exact(pair[0], lambda logits: logits.softmax(-1))
     assert g_test(samples(server, temperature=1.0), p) > FALSE_ALARM
-    record = server.get("/server_info")["internal_states"][0]["dspark_info_record"]
-    assert 1.05 < record["accept_length"] < 4.0, "both acceptance and rejection must have happened"
-    windows = {w for batch in record["windows_of_rounds"] for w in batch}
-    assert (windows == {8}) == (record["mode"] == "static")
+    seen = info(server)
+    assert 1.05 < seen["accept_length"] < 4.0, "both acceptance and rejection have to happen"
     assert_no_leak(server)
+    return seen["windows_of_rounds"]
+
+
+def test_plain_sampling(pair, server):
+    assert {w for batch in check_plain_sampling(pair, server) for w in batch} == {8}
+
+
+@pytest.mark.parametrize("mode", ["compact", "cap-accept"])
+def test_plain_sampling_with_trimmed_windows(pair, tmp_path_factory, mode):
+    with started(pair, tmp_path_factory, mode) as server:
+        for batch in check_plain_sampling(pair, server):
+            assert sum(batch) == len(batch) + 7 * len(batch) // 2
 
 
 def test_filtered_sampling(pair, server):
