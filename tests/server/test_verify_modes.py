@@ -2,7 +2,7 @@
 
 Greedy output is that of the server without speculation, whatever the windows are: sized by the
 table, none, all, or another number every round; packed into few tiers, so that much is padding.
-Sixteen requests of 1 to 300 tokens at 1, 4, 8 and 16 concurrent ones, in float32.
+Sixteen requests of 1 to 120 tokens at 1, 4, 8 and 16 concurrent ones, in float32.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ CONFIGS = {
     "compact, nothing": mode("compact", *COARSE, *budget("0")),
     "compact, everything": mode("compact", *COARSE, *budget("1")),
     "compact, half": mode("compact", *COARSE, *budget("0.5")),
-    "compact, random, page 16": mode(
-        "compact", *COARSE, *budget("random"), "--page-size", "16", "--chunked-prefill-size", "32"
+    "compact, random, pool too small": mode(
+        *("compact", *budget("random"), *SMALL_POOL),
+        *("--page-size", "16", "--chunked-prefill-size", "32"),
     ),
-    "compact, random, pool too small": mode("compact", *budget("random"), *SMALL_POOL),
     "compact, no overlap": mode("compact", "--disable-overlap-schedule"),
     "cap-accept": mode("cap-accept"),
     "cap-accept, half": mode("cap-accept", *COARSE, *budget("0.5")),
