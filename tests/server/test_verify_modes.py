@@ -94,7 +94,8 @@ def test_windows_are_what_was_asked_for(server: Server):
         assert seen["padding"] == pytest.approx(padding / seen["computed"])
     if "half" not in server.name and "everything" not in server.name:
         return
-    assert seen["accept_length"] > 1.5
+    # Half of the requests are random tokens, of which the draft knows little.
+    assert seen["accept_length"] > 1.2
 
 
 def test_the_start_told_what_is_in_force(server: Server):
