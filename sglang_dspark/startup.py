@@ -42,7 +42,9 @@ def agreement_of(server_args: Any) -> Agreement:
 
 def check_backend(backend: Any, mode: VerifyMode) -> None:
     """Raise ConfigError unless the target's attention backend can take ragged windows."""
-    if mode is not VerifyMode.COMPACT or type(backend).__name__ == "HostAttention":
+    from sglang_dspark.host.attention import HostAttention
+
+    if mode is not VerifyMode.COMPACT or isinstance(backend, HostAttention):
         return
     if not getattr(backend, "supports_ragged_verify_graph", False):
         raise ConfigError(

@@ -164,7 +164,6 @@ class SpecWorker(BaseSpecWorker):
             broken=plan.broken,
             tokens=len(rows.tokens),
             full=full,
-            graphed=graphed,
         )
         return GenerationBatchResult(
             logits_output=target,

@@ -15,7 +15,9 @@ from sglang_dspark.schedule.scheduler import Decision
 
 
 class Agreement(Protocol):
-    """How a rank comes to the group's decision."""
+    """How a rank comes to the group's decision. rank: this one's place in the group."""
+
+    rank: int
 
     def decision(self, decide: Callable[[], Decision]) -> Decision:
         """What the group decides; `decide` is called on the rank that does."""
@@ -26,6 +28,8 @@ class Agreement(Protocol):
 
 class Alone:
     """One rank."""
+
+    rank = 0
 
     def decision(self, decide: Callable[[], Decision]) -> Decision:
         return decide()
@@ -43,10 +47,11 @@ class FirstRankDecides:
 
     def __init__(self, group: Any) -> None:
         self._group = group
+        self.rank = int(group.rank_in_group)
 
     def decision(self, decide: Callable[[], Decision]) -> Decision:
         message = torch.zeros(5, dtype=torch.float64)
-        if self._group.rank_in_group == 0:
+        if self.rank == 0:
             message = encode(decide())
         self._broadcast(message, self._group.cpu_group)
         return decode(message)

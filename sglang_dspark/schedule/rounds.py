@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+from sglang.srt.utils.common import async_d2h
 
 from cost_tables.model import Floats
 from sglang_dspark.schedule.scheduler import Decision, Ints
@@ -27,7 +28,6 @@ class FinishedRound:
     tokens: M, padding included. full: whether every row of every window was run.
     survivals: [R, D], None without a draft. windows: [R]. accepted, ceiling: [R], drafts; the
     latter means something only if `full`. broken: [R], whose confidences are NaN or infinite.
-    graphed: whether a graph was replayed (or what stands for one).
     """
 
     decision: Decision
@@ -41,7 +41,6 @@ class FinishedRound:
     accepted: Ints
     ceiling: Ints
     broken: npt.NDArray[np.bool_]
-    graphed: bool
 
 
 @dataclass
@@ -53,7 +52,6 @@ class _Launched:
     next_started: float | None
     tokens: int
     full: bool
-    graphed: bool
     gamma: int
     packet: torch.Tensor
 
@@ -89,7 +87,6 @@ class RoundLog:
         broken: torch.Tensor | None,
         tokens: int,
         full: bool,
-        graphed: bool,
     ) -> None:
         """Everything of the round is queued on the device. survivals [R, D]; the others [R]."""
         columns = [windows.float(), ceiling.float()]
@@ -106,9 +103,8 @@ class RoundLog:
             None,
             tokens,
             full,
-            graphed,
             0 if survivals is None else survivals.shape[1],
-            to_host(packet),
+            async_d2h(packet),
         )
         self._launched.append(self._running)
 
@@ -132,15 +128,4 @@ class RoundLog:
             accepted=accepted,
             ceiling=packet[:, 1].astype(np.int64),
             broken=packet[:, 2] > 0 if gamma else np.zeros(len(packet), dtype=bool),
-            graphed=done.graphed,
         )
-
-
-def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in host memory that arrives when the stream gets there."""
-    if tensor.device.type == "cpu":
-        return tensor
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    copy.copy_(tensor, non_blocking=True)
-    tensor.record_stream(torch.cuda.current_stream())
-    return copy

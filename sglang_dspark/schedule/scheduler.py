@@ -88,6 +88,10 @@ class BudgetScheduler:
         self._shallow = 0  # rounds since the whole block was drafted
         self._random = random.Random(0)
 
+    def seed(self, seed: int) -> None:
+        """Of random budgets."""
+        self._random.seed(seed)
+
     def decide(self, rows: Ints, generations: Ints, context: float) -> Decision:
         """About the round of the requests in `rows`, which attends to `context` KV tokens."""
         requests = len(rows)

@@ -69,6 +69,8 @@ class WindowScheduler:
         self._budgets = BudgetScheduler(
             self.config.schedule, self.config.gamma, self.grid, source.cost, rows, self._captured
         )
+        # Should two ranks ever decide for themselves, it is to be noticed, not to go well by luck.
+        self._budgets.seed(self._agreement.rank)
 
     def requests(self, batch: ScheduleBatch) -> tuple[Ints, Ints]:
         """Rows of SGLang's request table and their generations, which tell new tenants of a row."""

@@ -43,7 +43,6 @@ class Exported:
             "accepted": np.array(accepted),
             "ceiling": np.array(accepted),
             "broken": np.zeros(len(windows), dtype=bool),
-            "graphed": True,
             **changes,
         }
         self.observer.add(FinishedRound(**values))

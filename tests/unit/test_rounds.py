@@ -35,7 +35,6 @@ def launch(log: RoundLog, started: float, requests: int = 2, budget: int = 0, **
         "broken": torch.zeros(requests, dtype=torch.bool),
         "tokens": 8,
         "full": False,
-        "graphed": True,
         **changes,
     }
     rows = np.arange(requests)
@@ -61,10 +60,9 @@ def test_everything_comes_back_exactly():
         broken=torch.tensor([True, False, True]),
         tokens=12,
         full=True,
-        graphed=False,
     )
     done = log.finish(accepted)
-    assert done.decision is decision and (done.tokens, done.full, done.graphed) == (12, True, False)
+    assert done.decision is decision and (done.tokens, done.full) == (12, True)
     assert done.survivals.tolist() == survivals.tolist() and done.survivals.dtype == np.float64
     assert done.windows.tolist() == [1, 5, 3] and done.ceiling.tolist() == [4, 3, 0]
     assert done.windows.dtype == done.ceiling.dtype == np.int64

@@ -86,6 +86,7 @@ print(json.dumps({
     "own windows": own.tolist(),
     "agreed": report(agreed, windows),
 }))
+dist.barrier()  # a rank that leaves first can take the other one with it
 dist.destroy_process_group()
 """
 

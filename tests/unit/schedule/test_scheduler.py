@@ -1,67 +1,31 @@
-"""What the host decides about a round, and what it learns from those that are over."""
+"""What the host decides about a round."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from cost_tables import CostModel, FlatCost, RoundCost
-from cuda_graph import TierGrid
-from sglang_dspark.config import ScheduleConfig
-from sglang_dspark.kernels.top_windows import top_windows_reference
-from sglang_dspark.schedule import scheduler as module
-from sglang_dspark.schedule.budget import Budget, choose_budget
+from budgets import (
+    DEAR_DRAFT,
+    FREE,
+    GAMMA,
+    GRID,
+    MOST,
+    SLOW_DRAFT,
+    STEEP,
+    Batch,
+    scheduler,
+)
+from cost_tables import FlatCost, RoundCost
 from sglang_dspark.schedule.scheduler import (
-    DISTURBED,
-    DRAFT_GAIN,
     FIRST_PROBE,
     LAST_PROBE,
     NEWS,
     BudgetScheduler,
     Decision,
 )
-
-GAMMA, MOST = 4, 16
-GRID = TierGrid.choose(MOST, GAMMA, 12)
-FREE = RoundCost(FlatCost(0.01))  # tokens cost nothing: all are verified
-STEEP = RoundCost(CostModel(0.02, (1.0,), (0.0,), (1.0, 80.0), (0.0, 0.06)))
-# A drafted token costs as much as a verified one.
-DEAR_DRAFT = RoundCost(replace(STEEP.drafted, draft_knots=(0.0, 80.0), draft_seconds=(0.0, 0.06)))
-# A draft pays if all of it is accepted (5 tokens in 3 ms a round), not if next to nothing is.
-SLOW_DRAFT = RoundCost(FlatCost(0.003), plain=FlatCost(0.001))
-
-
-def scheduler(cost: RoundCost = FREE, **config: Any) -> BudgetScheduler:
-    return BudgetScheduler(ScheduleConfig(**config), GAMMA, GRID, cost, rows=64)
-
-
-class Batch:
-    """Requests 0 to R - 1 in the rows of the same number."""
-
-    def __init__(self, requests: int = 8) -> None:
-        self.rows = np.arange(requests)
-        self.generations = np.zeros(requests, dtype=np.int64)
-
-    def decide(self, by: BudgetScheduler, context: float = 0.0) -> Decision:
-        return by.decide(self.rows, self.generations, context)
-
-    def learn(self, by: BudgetScheduler, survival: list[float], window: int, accepted: int) -> None:
-        """Every request has the same survivals and window; together they took `accepted`."""
-        requests = len(self.rows)
-        took = np.full(requests, accepted // requests)
-        took[: accepted % requests] += 1
-        by.learn(
-            self.rows,
-            self.generations,
-            np.array([survival] * requests),
-            np.full(requests, window),
-            took,
-        )
-
 
 # --- what is known of a request ------------------------------------------------------------------
 
@@ -217,236 +181,3 @@ def test_without_a_plain_cost_there_is_always_a_draft() -> None:
     for _ in range(10):
         nothing_accepted(budgets, batch)
         assert batch.decide(budgets).drafts
-
-
-# --- depth ---------------------------------------------------------------------------------------
-
-
-def test_dear_drafts_are_shallow_where_little_survives() -> None:
-    budgets, batch = scheduler(DEAR_DRAFT), Batch()
-    assert batch.decide(budgets).depth == GAMMA  # of a new server everything is expected
-    batch.learn(budgets, [0.9, 0.8, 0.05, 0.01], window=1, accepted=0)
-    decision = batch.decide(budgets)
-    assert (decision.depth, decision.budget) == (2, 16)
-    tokens = np.array([float(GRID.tiers[decision.tier].tokens)])
-    assert decision.seconds == DEAR_DRAFT.drafted.seconds(8, tokens, 0.0, 16.0)[0]
-
-
-def usual_after(budgets: BudgetScheduler, survival: list[float], rounds: int) -> None:
-    """Requests that are over now; what remains of them is what is usual."""
-    gone = Batch(4)
-    gone.generations -= 7
-    for _ in range(rounds):
-        gone.learn(budgets, survival, window=1, accepted=0)
-
-
-def test_what_was_not_drafted_falls_as_it_usually_does() -> None:
-    budgets, batch = scheduler(), Batch(1)
-    usual_after(budgets, [0.8, 0.6, 0.4, 0.2], rounds=400)
-    batch.learn(budgets, [0.4], window=1, accepted=0)
-    assert batch.decide(budgets).expected_tokens == pytest.approx(1 + 0.4 + 0.3 + 0.2 + 0.1)
-    batch.learn(budgets, [0.9, 0.6], window=1, accepted=0)
-    assert batch.decide(budgets).expected_tokens == pytest.approx(1 + 0.9 + 0.6 + 0.4 + 0.2)
-    batch.learn(budgets, [0.7, 0.5, 0.4, 0.4], window=1, accepted=0)
-    assert batch.decide(budgets).expected_tokens == pytest.approx(1 + 0.7 + 0.5 + 0.4 + 0.4)
-
-
-def test_shallow_drafts_move_the_whole_of_what_is_usual() -> None:
-    """By as much as their last token, in proportion."""
-    budgets = scheduler()
-    usual_after(budgets, [0.8, 0.6, 0.4, 0.2], rounds=400)
-    usual_after(budgets, [0.4], rounds=1)
-    share = 1 - NEWS / 2
-    unknown = budgets.decide(np.array([9]), np.array([0]), 0.0)
-    assert unknown.expected_tokens == pytest.approx(1 + 2.0 * share)
-    usual_after(budgets, [0.4], rounds=400)
-    unknown = budgets.decide(np.array([9]), np.array([0]), 0.0)
-    assert unknown.expected_tokens == pytest.approx(1 + 2.0 / 2)
-
-
-def test_survivals_never_rise_along_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is drafted, and even if nothing at all survives for long."""
-    budgets, rng, seen = scheduler(), np.random.default_rng(0), []
-
-    def look(survivals: np.ndarray, *others: Any, **more: Any) -> Budget:
-        seen.append(survivals)
-        return choose_budget(survivals, *others, **more)
-
-    monkeypatch.setattr(module, "choose_budget", look)
-    rows = np.arange(6)
-    for step in range(900):
-        depth = int(rng.integers(1, GAMMA + 1))
-        dead = 200 < step < 700
-        survivals = np.zeros((6, depth)) if dead else rng.random((6, depth)).cumprod(axis=1)
-        if step % 3:
-            survivals[0] = 1.0 if not dead else 0.0
-        ones, none = np.ones(6, dtype=np.int64), np.zeros(6, dtype=np.int64)
-        budgets.learn(rows, none, survivals, ones, none)
-        budgets.decide(np.array([*rows, 40]), np.array([*none, 0]), 0.0)  # one is not known
-        assert np.array_equal(seen[-1][:6, :depth], survivals)
-    known = np.stack(seen)
-    assert (np.diff(known, axis=2) <= 1e-12).all() and known.min() >= 0 and known.max() <= 1
-
-
-class Workload:
-    """Rounds of eight requests whose next token survives with the same chance everywhere."""
-
-    def __init__(self, cost: RoundCost = DEAR_DRAFT) -> None:
-        self.budgets, self.batch = scheduler(cost), Batch(8)
-        self._random = np.random.default_rng(0)
-
-    def play(self, chance: float, rounds: int) -> list[int]:
-        """The depths of these rounds."""
-        depths = []
-        for _ in range(rounds):
-            decision = self.batch.decide(self.budgets)
-            depths.append(decision.depth)
-            survivals = np.cumprod(np.full((8, decision.depth), chance), axis=1)
-            windows = top_windows_reference(torch.from_numpy(survivals), decision.budget).numpy()
-            survives = self._random.random(survivals.shape) < chance
-            accepted = np.minimum(survives.cumprod(axis=1).sum(axis=1), windows - 1)
-            rows = (self.batch.rows, self.batch.generations)
-            self.budgets.learn(*rows, survivals, windows, accepted)
-        return depths
-
-
-def test_now_and_then_the_whole_block_is_drafted() -> None:
-    depths = Workload().play(0.3, rounds=4 * (LAST_PROBE + 1) + 1)
-    assert [i for i, depth in enumerate(depths) if depth == GAMMA] == [
-        i * (LAST_PROBE + 1) for i in range(5)
-    ]
-    assert max(depth for depth in depths if depth < GAMMA) == 1
-
-
-def test_deep_drafts_put_the_next_look_off() -> None:
-    """What is counted are shallow rounds in a row."""
-    workload = Workload()
-    workload.play(0.3, rounds=LAST_PROBE - 10)
-    workload.batch.learn(workload.budgets, [0.95] * GAMMA, window=1, accepted=0)
-    assert workload.play(0.95, rounds=1) == [GAMMA]
-    workload.batch.learn(workload.budgets, [0.3, 0.1, 0.0, 0.0], window=1, accepted=0)
-    assert max(workload.play(0.3, rounds=LAST_PROBE)) == 1
-    assert workload.play(0.3, rounds=1) == [GAMMA]
-
-
-def test_a_workload_that_turns_good_climbs_back_to_deep_drafts() -> None:
-    workload = Workload()
-    assert workload.play(0.3, rounds=300)[-20:] == [1] * 20
-    turned = workload.play(0.97, rounds=LAST_PROBE + 40)
-    assert turned[0] == 1 and turned[-30:] == [GAMMA] * 30
-    new = workload.budgets.decide(np.array([50]), np.array([0]), 0.0)  # others are hoped for too
-    assert new.depth == GAMMA
-
-
-# --- trust and pace ------------------------------------------------------------------------------
-
-
-def test_the_budget_falls_where_survivals_promise_too_much() -> None:
-    budgets, batch = scheduler(STEEP), Batch()
-    survival = [0.75, 0.5, 0.5, 0.25]
-    batch.learn(budgets, survival, window=5, accepted=16)  # 2 a request, as promised
-    before = batch.decide(budgets)
-    for _ in range(60):
-        batch.learn(budgets, survival, window=5, accepted=16)
-    assert batch.decide(budgets).expected_tokens == pytest.approx(before.expected_tokens)
-    for _ in range(60):
-        batch.learn(budgets, survival, window=5, accepted=4)
-    after = batch.decide(budgets)
-    assert after.budget < before.budget
-    assert after.expected_tokens < before.expected_tokens
-
-
-def test_modest_survivals_are_scaled_up_to_what_can_be_accepted_at_most() -> None:
-    budgets, batch = scheduler(), Batch()
-    for _ in range(200):
-        batch.learn(budgets, [0.5, 0.4, 0.3, 0.2], window=5, accepted=8 * 3)
-    assert batch.decide(budgets).expected_tokens > 8 + 2.5 * 8  # promised 1.4 each, accepted 3
-    batch.learn(budgets, [0.9] * GAMMA, window=1, accepted=0)
-    for decision in (batch.decide(budgets), budgets.stop_early(np.full((8, 3), 0.9), 0.0)):
-        assert decision.expected_tokens == 8 + decision.budget == 8 + 8 * decision.depth
-
-
-def test_only_the_window_counts_as_promised() -> None:
-    """8 tokens of survival 1/2 were verified: 4 accepted are as many as promised."""
-    budgets, batch = scheduler(), Batch()
-    for _ in range(20):
-        batch.learn(budgets, [0.5] * GAMMA, window=2, accepted=4)
-    assert batch.decide(budgets).expected_tokens == pytest.approx(8 + 8 * GAMMA * 0.5)
-
-
-def test_windows_of_the_anchor_alone_say_nothing_of_trust() -> None:
-    budgets, batch = scheduler(), Batch()
-    for _ in range(20):
-        batch.learn(budgets, [0.5] * GAMMA, window=1, accepted=0)
-    assert batch.decide(budgets).expected_tokens == pytest.approx(8 + 8 * GAMMA * 0.5)
-
-
-def measured(budgets: BudgetScheduler, decision: Decision, factor: float, rounds: int = 60) -> None:
-    """Rounds of `decision` that take `factor` times as long as the table says."""
-    for _ in range(rounds):
-        budgets.learn_time(decision, factor * decision.seconds)
-
-
-def test_drafts_that_are_slower_than_their_table_stop_paying() -> None:
-    """All accepted, a draft gains 5 / 3 over a round without: not if it takes twice as long."""
-    budgets, batch = scheduler(SLOW_DRAFT), Batch()
-    drafted = batch.decide(budgets)
-    measured(budgets, drafted, 1.5)
-    assert batch.decide(budgets).drafts
-    measured(budgets, drafted, 2.0)
-    plain = batch.decide(budgets)
-    assert not plain.drafts
-    measured(budgets, plain, 2.0)  # but so do rounds without
-    assert batch.decide(budgets) == drafted
-    measured(budgets, plain, 1.0)
-    assert batch.decide(budgets) == plain
-
-
-def test_one_slow_step_decides_nothing() -> None:
-    budgets, batch = scheduler(SLOW_DRAFT), Batch()
-    measured(budgets, batch.decide(budgets), 2.9, rounds=1)
-    assert batch.decide(budgets).drafts
-
-
-def test_unpredicted_steps_are_not_learned() -> None:
-    budgets, batch = scheduler(SLOW_DRAFT), Batch()
-    drafted = batch.decide(budgets)
-    for _ in range(60):
-        budgets.learn_time(Decision(GAMMA, 3, 0), 0.006)  # forced: nothing was predicted
-    assert batch.decide(budgets) == drafted
-
-
-def slow_steps(factor: float) -> int:
-    """How many steps of `factor` times what the table says it takes to give up drafting."""
-    budgets, batch, count = scheduler(SLOW_DRAFT), Batch(), 0
-    drafted = batch.decide(budgets)
-    while batch.decide(budgets).drafts:
-        measured(budgets, drafted, factor, rounds=1)
-        count += 1
-        assert count < 100
-    return count
-
-
-def test_a_disturbed_step_counts_as_a_slow_one_but_no_more() -> None:
-    """A draft pays up to 5 / 3 / DRAFT_GAIN = 1.59 of its time. DISTURBED usual steps move the
-    usual one by a tenth, and 1.1^4 < 1.59 < 1.1^5."""
-    assert (DISTURBED, NEWS, DRAFT_GAIN) == (3.0, 0.05, 1.05)
-    assert slow_steps(1000.0) == slow_steps(20.0) == 5
-    assert slow_steps(DISTURBED) == 7 and slow_steps(2.0) == 18
-
-
-def test_steps_that_stay_disturbed_become_the_usual_ones() -> None:
-    """A neighbour that takes four fifths of the machine from now on: both kinds are slower."""
-    budgets, batch = scheduler(SLOW_DRAFT), Batch()
-    drafted = batch.decide(budgets)
-    measured(budgets, drafted, 20.0, rounds=200)
-    plain = batch.decide(budgets)
-    assert not plain.drafts
-    measured(budgets, plain, 16.0, rounds=200)  # 5 tokens in 60 ms, or 1 in 16
-    assert batch.decide(budgets) == drafted
-
-
-def test_predicted_seconds_stay_those_of_the_table() -> None:
-    budgets, batch = scheduler(), Batch()
-    measured(budgets, batch.decide(budgets), 2.0)
-    assert batch.decide(budgets).seconds == pytest.approx(0.01)
