@@ -42,7 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"sglang-dspark {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (_add_demo,):
+    for add in (_add_demo, _add_doctor):
         add(commands)
     for name, (_, summary, _) in _HEAVY.items():
         commands.add_parser(name, help=summary)
@@ -118,6 +118,28 @@ def _demo(args: argparse.Namespace) -> int:
             json_file=args.json,
         )
     )
+
+
+# --- doctor --------------------------------------------------------------------------------------
+
+
+def _add_doctor(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="what a draft checkpoint is, and whether it fits a target",
+        description="Read a draft checkpoint of any published layout without loading it: what it "
+        "is, the algorithm to ask for, whether its weights are complete, whether it fits TARGET "
+        "and why not, and the command to serve it with. Exit code 1 if there is a problem.",
+    )
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder or Hugging Face name")
+    parser.add_argument("--target", metavar="TARGET", help="the same of the model to speed up")
+    parser.set_defaults(command=_doctor)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from sglang_dspark import doctor
+
+    return doctor.run(args.checkpoint, args.target)
 
 
 # --- eval and train-demo -------------------------------------------------------------------------

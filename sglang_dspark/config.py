@@ -17,21 +17,28 @@ from typing import Any, Literal
 
 from cost_tables.files import Table, TableError, load_table
 from sglang_dspark import flags
-from sglang_dspark.drafters.checkpoints import DraftCheckpoint, read_checkpoint
+from sglang_dspark.drafters.checkpoints import (
+    DraftCheckpoint,
+    check_algorithm,
+    check_weights,
+    read_checkpoint,
+)
+from sglang_dspark.drafters.checkpoints.translate import is_translated
 from sglang_dspark.errors import ConfigError
+from sglang_dspark.gamma import resolve_gamma
 from sglang_dspark.schedule.calibration import read_temperatures
 
 TABLE_FLAG = "--speculative-dspark-sps-table-path"
 CALIBRATION_FLAG = "--speculative-dspark-confidence-sts-path"
 DRAFT_PATH_FLAG = "--speculative-draft-model-path"
-NUM_DRAFT_TOKENS_FLAG = "--speculative-num-draft-tokens"
-BLOCK_SIZE_FLAG = "--speculative-dspark-block-size"
 
 
 class Algorithm(StrEnum):
     """Speculative algorithms that our worker serves."""
 
     DSPARK = "DSPARK"
+    DFLASH = "DFLASH"
+    EAGLE3 = "EAGLE3"
 
 
 class VerifyMode(StrEnum):
@@ -95,16 +102,24 @@ class SpecConfig:
     def describe(self) -> str:
         """The resolved settings in one log line."""
         draft = self.draft
-        return (
+        parts = [
             f"algorithm={self.algorithm} mode={self.mode} proposes {self.gamma}, "
-            f"verifies {self.width} (checkpoint block {draft.block_size}); "
-            f"draft {draft.architecture}: {draft.num_layers} layers, "
-            f"target layers {list(draft.target_layer_ids)} of {draft.num_target_layers}, "
-            f"head {draft.markov_head_type} rank {draft.markov_rank}, "
-            f"confidence head {'yes' if draft.has_confidence_head else 'no'}, "
-            f"vocabulary {draft.vocab_size} shared with the target, "
-            f"mask token {draft.mask_token_id}"
+            f"verifies {self.width} (checkpoint block {draft.block_size})",
+            f"draft {draft.architecture} ({draft.layout}): {draft.num_layers} layers, target "
+            f"layers {list(draft.target_layer_ids)}"
+            + (f" of {draft.num_target_layers}" if draft.num_target_layers else ""),
+        ]
+        if draft.markov_rank:
+            parts.append(f"head {draft.markov_head_type} rank {draft.markov_rank}")
+        parts.append(f"confidence head {'yes' if draft.has_confidence_head else 'no'}")
+        parts.append(
+            f"vocabulary {draft.draft_vocab_size} of {draft.vocab_size}"
+            if draft.maps_vocabulary
+            else f"vocabulary {draft.vocab_size} shared with the target"
         )
+        if draft.mask_token_id is not None:
+            parts.append(f"mask token {draft.mask_token_id}")
+        return "; ".join(parts)
 
 
 _DROP = "drop the flag"
@@ -163,29 +178,16 @@ def resolve(args: Any, target: TargetModel, environ: Mapping[str, str] = os.envi
                 f"{flag} is {value!r}, which {algorithm} of sglang-dspark does not serve yet: "
                 f"{remedy}"
             )
-    for name, flag in (
-        ("speculative_num_steps", "--speculative-num-steps"),
-        ("speculative_eagle_topk", "--speculative-eagle-topk"),
-    ):
-        value = getattr(args, name)
-        if value not in (None, 1):
-            raise ConfigError(
-                f"{flag} is {value}, but {algorithm} drafts one chain in one forward: it must be "
-                f"1 or left out (the length of a block is {NUM_DRAFT_TOKENS_FLAG} - 1)"
-            )
-
     path = args.speculative_draft_model_path
     if path is None:
         raise ConfigError(f"{DRAFT_PATH_FLAG} is missing: {algorithm} needs a draft checkpoint")
-    draft = read_checkpoint(path, flag=DRAFT_PATH_FLAG)
+    draft = read_checkpoint(path, flag=DRAFT_PATH_FLAG, num_target_layers=target.num_layers)
+    if is_translated(path):
+        algorithm = Algorithm(draft.algorithm)  # what was asked for before SGLang's slot took over
+    check_algorithm(draft, algorithm)
     draft.check_fits(target)
-    draft.check_weights()
-    gamma = _resolve_gamma(args, draft)
-    if mode.schedules and not draft.has_confidence_head:
-        raise ConfigError(
-            f"{DRAFT_PATH_FLAG} {draft.path}: the draft has no confidence head, which verify mode "
-            f"{mode} sizes windows by; serve it with --speculative-verify-mode static"
-        )
+    check_weights(draft)
+    gamma = resolve_gamma(args, draft)
     _check_variables(mode, environ)
     schedule = _schedule(args, environ, gamma) if mode.schedules else ScheduleConfig()
     return SpecConfig(algorithm=algorithm, mode=mode, gamma=gamma, draft=draft, schedule=schedule)
@@ -272,31 +274,6 @@ def _number(flag: flags.Flag, value: str, low: float, high: float, also: str = "
             f"{flag.name} is {value!r}; must be {also}a number from {low:g} to {high:g}"
         )
     return number
-
-
-def _resolve_gamma(args: Any, draft: DraftCheckpoint) -> int:
-    """gamma of the flags, or the checkpoint's; both flags together have to agree."""
-    num_draft_tokens = args.speculative_num_draft_tokens
-    block_size = args.speculative_dspark_block_size
-    trained = draft.block_size
-    if num_draft_tokens is None and block_size is None:
-        return trained
-    if block_size is None:
-        block_size, flag, value = num_draft_tokens - 1, NUM_DRAFT_TOKENS_FLAG, num_draft_tokens
-        allowed = f"2 to {trained + 1} (the anchor and 1 to {trained} drafts)"
-    else:
-        flag, value, allowed = BLOCK_SIZE_FLAG, block_size, f"1 to {trained}"
-        if num_draft_tokens not in (None, block_size + 1):
-            raise ConfigError(
-                f"{NUM_DRAFT_TOKENS_FLAG} is {num_draft_tokens} but {BLOCK_SIZE_FLAG} is "
-                f"{block_size}: the first counts the anchor too, so it must be {block_size + 1}"
-            )
-    if not 1 <= block_size <= trained:
-        raise ConfigError(
-            f"{flag} is {value}, but the draft {draft.path} was trained for blocks of {trained}: "
-            f"allowed are {allowed}"
-        )
-    return int(block_size)
 
 
 def report_config_errors_in_one_line() -> None:

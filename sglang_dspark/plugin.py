@@ -14,7 +14,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from sglang_dspark import __version__, config, flags
-from sglang_dspark.drafters.checkpoints import read_checkpoint
+from sglang_dspark.drafters.checkpoints.translate import served_folder
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.hooking import Hook
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from sglang_dspark.worker import SpecWorker
 
 SGLANG_VERSION = "0.5.23"
+# SGLang's algorithm in whose place ours run; see `_resolve`.
+SLOT = "DSPARK"
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +50,8 @@ def check_sglang_version(found: str) -> None:
 
 
 def worker_class(algorithm: str) -> type[SpecWorker] | None:
-    """Our worker for an algorithm of `config.Algorithm`; None for any other."""
-    if algorithm not in list(config.Algorithm):
+    """Our worker for SGLang's algorithm; None for those that are not ours."""
+    if algorithm != SLOT:
         return None
     from sglang_dspark.worker import SpecWorker
 
@@ -75,16 +77,23 @@ def spec_config(server_args: Any, model_config: Any) -> config.SpecConfig:
     return config.resolve(server_args, target)
 
 
+def register_models() -> None:
+    """Announce our draft architectures to SGLang. Not in `register`: it imports every model."""
+    from sglang.srt.models.registry import ModelRegistry
+
+    ModelRegistry.register("sglang_dspark.models", overwrite=True, strict=True)
+
+
 def hooks() -> tuple[Hook, ...]:
     """Every hook of this process, those of the host platform included where it is active."""
     from sglang.srt.platforms import current_platform
 
     common = (
         Hook(
-            "sglang.srt.arg_groups.speculative_hook._resolve_speculative_algorithm_alias",
+            "sglang.srt.arg_groups.speculative_hook.handle_speculative_decoding",
             "AROUND",
-            _check_draft_first,
-            "SGLang opens the draft here, and tells a bad path with a traceback of its own",
+            _resolve,
+            "SGLang opens the draft here, knows few layouts and tells a bad one with a traceback",
         ),
         Hook(
             "sglang.srt.arg_groups.speculative_hook._handle_dspark",
@@ -125,6 +134,12 @@ def hooks() -> tuple[Hook, ...]:
             _token_counts,
             "graphs are captured for our tiers instead of full windows of each batch size",
         ),
+        Hook(
+            "sglang.srt.model_executor.model_runner.ModelRunner.decode_num_tokens_per_req",
+            "AROUND",
+            _graph_width,
+            "a chain runs one row a request, where SGLang captures blocks of gamma",
+        ),
     )
 
 
@@ -140,19 +155,45 @@ def assert_hooks_applied() -> None:
         )
 
 
-def _check_draft_first(
-    original: Callable[..., str | None],
-    algorithm: str | None,
-    draft_path: str | None,
-    *args: Any,
-    **kwargs: Any,
-) -> str | None:
-    """Read the draft's config.json ourselves, before SGLang does."""
-    if str(algorithm).upper() in list(config.Algorithm):
+def _resolve(original: Callable[[Any], None], server_args: Any) -> None:
+    """Check the draft before SGLang opens it, and put the algorithm into SGLang's DSPARK slot.
+
+    All three algorithms draft and verify a linear chain, and SGLang 0.5.23 runs ragged windows in
+    graphs for DSPARK only. So its scheduler sees DSPARK and a folder that it can open, which says
+    what is really served (`checkpoints.translate`).
+    """
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+
+    view = resolving_view(server_args)
+    algorithm = str(view.speculative_algorithm).upper()
+    if algorithm in list(config.Algorithm):
         config.verify_mode()  # before SGLang reads the variable, and raises of its own
-    if draft_path is not None and str(algorithm).upper() in list(config.Algorithm):
-        read_checkpoint(draft_path, flag=config.DRAFT_PATH_FLAG)
-    return original(algorithm, draft_path, *args, **kwargs)
+        if view.speculative_draft_model_path is not None:
+            resolved = spec_config(view, model_config_of(server_args))
+            declare_resolution(
+                server_args,
+                "sglang_dspark",
+                speculative_algorithm=SLOT,
+                speculative_draft_model_path=str(served_folder(resolved.draft)),
+                **_block_fields(resolved),
+            )
+        elif algorithm != SLOT:
+            raise ConfigError(
+                f"{config.DRAFT_PATH_FLAG} is missing: {algorithm} needs a draft checkpoint"
+            )
+    original(server_args)
+
+
+def _block_fields(resolved: config.SpecConfig) -> dict[str, Any]:
+    """Of SGLang's server arguments: those from which it sizes KV reserves and request rows."""
+    return {
+        "speculative_num_draft_tokens": resolved.width,
+        "speculative_dspark_block_size": resolved.gamma,
+        "speculative_dflash_block_size": None,
+        "speculative_num_steps": 1,
+        "speculative_eagle_topk": 1,
+    }
 
 
 def _resolve_dspark(original: Callable[[Any], None], server_args: Any) -> None:
@@ -161,24 +202,12 @@ def _resolve_dspark(original: Callable[[Any], None], server_args: Any) -> None:
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
     view = resolving_view(server_args)
-    if view.speculative_draft_model_path is None and view.device != "cpu":
-        # The original also looks for a draft that is bundled with the target; then ours checks.
-        original(server_args)
-    resolved = spec_config(view, model_config_of(server_args))
-    declare_resolution(
-        server_args,
-        "sglang_dspark",
-        speculative_num_draft_tokens=resolved.width,
-        speculative_dspark_block_size=resolved.gamma,
-    )
     if view.device != "cpu":
-        original(server_args)
-        return
-    # What the original would have declared; these fields size KV reserves and request rows.
-    declare_resolution(
-        server_args, "sglang_dspark", speculative_num_steps=1, speculative_eagle_topk=1
-    )
-    if view.max_running_requests is None:
+        original(server_args)  # looks for a draft that is bundled with the target, if none is given
+    resolved = spec_config(view, model_config_of(server_args))
+    declare_resolution(server_args, "sglang_dspark", **_block_fields(resolved))
+    if view.device == "cpu" and view.max_running_requests is None:
+        # The original would have declared it, but refuses the device.
         declare_resolution(server_args, "sglang_dspark", max_running_requests=48)
 
 
@@ -196,7 +225,7 @@ def _token_counts(original: Callable[[Any], list[int]], runner: Any) -> list[int
 
     from sglang_dspark.schedule.grid import make_grid
 
-    if get_spec().speculative_algorithm not in list(config.Algorithm):
+    if get_spec().speculative_algorithm != SLOT:
         return original(runner)
     width = runner.captured_req_width
     grid = make_grid(config.graph_tiers(), runner.max_bs, width - 1, multiple_of=width)
@@ -206,12 +235,18 @@ def _token_counts(original: Callable[[Any], list[int]], runner: Any) -> list[int
     return tokens
 
 
+def _graph_width(original: Callable[..., int], runner: Any, **kwargs: Any) -> int:
+    """Rows a request of a draft's captured forward."""
+    own: int | None = getattr(runner.model, "graph_width", None) if runner.is_draft_worker else None
+    return original(runner, **kwargs) if own is None else own
+
+
 def _req_to_token_headroom(extra: int, *args: Any, **kwargs: Any) -> int:
     """Tokens of a request row beyond the context length: at least the largest reserve."""
     from sglang.srt.runtime_context import get_schedule, get_spec
 
     spec = get_spec()
-    if spec.speculative_algorithm not in list(config.Algorithm):
+    if spec.speculative_algorithm != SLOT:
         return extra
     reserve: int = 2 * spec.speculative_num_draft_tokens + get_schedule().page_size
     return max(extra, reserve)

@@ -85,10 +85,10 @@ def fingerprint(worker: SpecWorker) -> Fingerprint:
     config, runner = worker.config, worker.model_runner
     model, draft = runner.model_config, config.draft
     cuda = worker.device.type == "cuda"
+    head = f", head {draft.markov_head_type} {draft.markov_rank}" if draft.markov_rank else ""
     shape = (
         f"hidden {model.hidden_size}, layers {model.num_hidden_layers}, vocabulary "
-        f"{model.vocab_size}, draft layers {draft.num_layers}, head {draft.markov_head_type} "
-        f"{draft.markov_rank}"
+        f"{model.vocab_size}, {config.algorithm} draft layers {draft.num_layers}{head}"
     )
     return Fingerprint(
         device=torch.cuda.get_device_name(worker.device) if cuda else describe_cpu(),
@@ -155,7 +155,7 @@ def _rehearsal(
     even, more = divmod(budget, count)
     windows = torch.full((count,), 1 + even, dtype=torch.int64, device=device)
     windows[:more] += 1
-    return state, Plan(Decision(cell.depth, budget, tier), windows, None, None)
+    return state, Plan(Decision(cell.depth, budget, tier), windows, None)
 
 
 def _synchronize(device: torch.device) -> None:

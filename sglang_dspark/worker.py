@@ -28,8 +28,9 @@ from sglang.srt.utils.async_probe import sanitize_nan_logits
 from torch.nn.functional import pad
 
 from sglang_dspark import plugin
-from sglang_dspark.drafters.base import DraftBlock, Drafter, RoundState
-from sglang_dspark.drafters.dspark import DSparkDrafter
+from sglang_dspark.drafters.algorithms import make_drafter
+from sglang_dspark.drafters.base import DraftBlock, RoundState
+from sglang_dspark.drafters.served import ServedDraft
 from sglang_dspark.observe.observer import Observer
 from sglang_dspark.schedule.rounds import RoundLog
 from sglang_dspark.schedule.windows import Plan, WindowScheduler
@@ -70,13 +71,12 @@ class SpecWorker(BaseSpecWorker):
         self.config = plugin.spec_config(server_args, self.model_runner.model_config)
         # One seed on every rank, so that tensor-parallel ranks draw the same numbers.
         self.generator = torch.Generator(self.device).manual_seed(target_worker.random_seed)
-        drafter = DSparkDrafter(
-            self.config, server_args, gpu_id, nccl_port, target_worker, self.generator
-        )
-        self.drafter: Drafter = drafter
-        self._draft_worker = drafter.worker
-        self._draft_context = drafter.context
-        self.draft_parallel_layout = drafter.layout
+        plugin.register_models()
+        served = ServedDraft(self.config, server_args, gpu_id, nccl_port, target_worker)
+        self.drafter = make_drafter(self.config, served, self.generator)
+        self._draft_worker = served.worker
+        self._draft_context = served.context
+        self.draft_parallel_layout = served.layout
         self.adjuster = LogitAdjuster(self.config.width, self.model_runner)
         self.target = TargetForward(target_worker, self.config.width)
         self._window = torch.arange(self.config.width, device=self.device)
@@ -114,7 +114,8 @@ class SpecWorker(BaseSpecWorker):
         publish(batch.seq_lens)
         self.adjuster.start_requests(batch)
         # Before returning: afterwards the radix cache may own the slots of this batch.
-        self.drafter.prefill(batch, _take_aux_hidden(result.logits_output), kv_plan)
+        aux_hidden = _take_aux_hidden(result.logits_output)
+        self.drafter.prefill(batch, aux_hidden, kv_plan, result.next_token_ids)
         result.next_draft_input = make_draft_input_v2(
             bonus_tokens=result.next_token_ids, new_seq_lens=batch.seq_lens
         )
@@ -132,7 +133,7 @@ class SpecWorker(BaseSpecWorker):
         requests, generations = self.windows.requests(batch)
         decision = self.windows.decide(requests, generations, state.context)
         block = self._draft(state, self.windows.draft_depth(decision))
-        plan = self.windows.plan(decision, block, state.context)
+        plan = self.windows.plan(decision, block, state)
 
         window_tokens = self._window_tokens(state, block)
         rows = self._pack(window_tokens, state, plan)
@@ -158,10 +159,9 @@ class SpecWorker(BaseSpecWorker):
             plan.decision,
             requests,
             generations,
-            survivals=plan.survivals,
+            belief=plan.belief,
             windows=windows,
             ceiling=verdict.ceiling,
-            broken=plan.broken,
             tokens=len(rows.tokens),
             full=full,
         )
@@ -239,7 +239,7 @@ class SpecWorker(BaseSpecWorker):
         if depth:
             return self.drafter.propose(state, depth)
         nothing = state.anchors.new_empty(state.anchors.numel(), 0)
-        return DraftBlock(tokens=nothing, probs=None, confidence_logits=None)
+        return DraftBlock(tokens=nothing, probs=None, evidence=None, confidence_logits=None)
 
     def _window_tokens(self, state: RoundState, block: DraftBlock) -> torch.Tensor:
         """[R, W] int64: anchor and drafts, and zeros where nothing was drafted."""
@@ -313,17 +313,18 @@ class SpecWorker(BaseSpecWorker):
 
     @property
     def spec_v2_attn_backends(self) -> tuple[Any, ...]:
-        return (self.model_runner.attn_backend, self.drafter.runner.attn_backend)
+        return (self.model_runner.attn_backend, self.drafter.served.runner.attn_backend)
 
     @property
     def _reads_host_lens(self) -> bool:
         return any(backend.needs_cpu_seq_lens for backend in self.spec_v2_attn_backends)
 
     def weight_update_runners(self) -> list[tuple[str, ModelRunner]]:
-        return [("draft", self.drafter.runner)]
+        return [("draft", self.drafter.served.runner)]
 
     def init_attention_backends(self) -> None:
         with self._draft_context():
+            self.drafter.start()
             self._draft_worker.init_attention_backends()
 
     def init_cuda_graphs(self) -> None:

@@ -20,9 +20,9 @@ COMMON = ["--dtype", "float32", "--skip-server-warmup", "--enable-metrics"]
 MICRO = [*COMMON, "--skip-tokenizer-init", "--context-length", "1024", "--random-seed", "7"]
 
 
-def speculative(draft: Path, *more: str) -> list[str]:
+def speculative(draft: Path, *more: str, algorithm: str = "DSPARK") -> list[str]:
     return [
-        *("--speculative-algorithm", "DSPARK"),
+        *("--speculative-algorithm", algorithm),
         *("--speculative-draft-model-path", str(draft)),
         *more,
     ]

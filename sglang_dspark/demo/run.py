@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from sglang_dspark import __version__, config
+from sglang_dspark import __version__, config, gamma
 from sglang_dspark.demo.model import DemoModelError, prepare_demo_model
 from sglang_dspark.demo.result import DemoResult, Measurement, Repetition
 from sglang_dspark.errors import ConfigError
@@ -125,7 +125,7 @@ def run_demo(options: DemoOptions, console: Console, logs: Path) -> DemoResult:
         *("--speculative-draft-model-path", str(draft)),
     ]
     if options.gamma is not None:
-        drafting += [config.BLOCK_SIZE_FLAG, str(options.gamma)]
+        drafting += [gamma.BLOCK_SIZE.name, str(options.gamma)]
     console.rule(f"1 of 2: {spec.algorithm} ({spec.mode}), {spec.gamma} drafts a round")
     speculative = measure([*common, *drafting], conversation, logs / "speculative.log", console)
     console.rule("2 of 2: the same server without speculation")

@@ -18,8 +18,9 @@ import torch
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
-    from sglang.srt.model_executor.model_runner import ModelRunner
 
+    from sglang_dspark.config import SpecConfig
+    from sglang_dspark.drafters.served import ServedDraft
     from sglang_dspark.verify.accept import Verdict
     from sglang_dspark.verify.layout import VerifyRows
     from sglang_dspark.verify.sampling import SamplingParams
@@ -59,18 +60,41 @@ class DraftBlock:
     # [R, D, V] float32, the distribution that each token was drawn from (one-hot where it was
     # chosen greedily); None: every request is greedy
     probs: torch.Tensor | None
-    # [R, D] float32, logit of P(token k survives | all before survived); None: no head
+    # [R, D, F] float32, what q_k says of itself (see `evidence`)
+    evidence: torch.Tensor | None
+    # [R, D] float32, the confidence head's logit of P(token k survives | all before survived);
+    # None: no head
     confidence_logits: torch.Tensor | None
 
 
 class Drafter(Protocol):
-    """The protocol between the worker and an algorithm."""
+    """The protocol between the worker and an algorithm.
 
-    # SGLang's runner of the draft model: its KV pool, attention backend and CUDA graphs
-    runner: ModelRunner
+    Made before the KV pools exist.
+    """
 
-    def prefill(self, batch: ScheduleBatch, aux_hidden: torch.Tensor, kv_plan: KVLocPlan) -> None:
-        """Take in a prefill. aux_hidden: [tokens of the batch, F * H], in batch order."""
+    def __init__(
+        self, config: SpecConfig, served: ServedDraft, generator: torch.Generator
+    ) -> None: ...
+
+    # SGLang's worker, runner and model of the draft
+    served: ServedDraft
+
+    def start(self) -> None:
+        """The KV pools exist, the graphs do not yet."""
+
+    def prefill(
+        self,
+        batch: ScheduleBatch,
+        aux_hidden: torch.Tensor,
+        kv_plan: KVLocPlan,
+        next_tokens: torch.Tensor,
+    ) -> None:
+        """Take in a prefill. aux_hidden: [tokens of the batch, F * H], in batch order.
+
+        next_tokens: [R] int64, sampled behind each prompt; of a chunk that is not its prompt's
+        last, they mean nothing.
+        """
 
     def propose(self, state: RoundState, depth: int) -> DraftBlock:
         """Draft one block of `depth` tokens, 1 to gamma, per request."""

@@ -14,7 +14,7 @@ A block that ends the answer (stop token or length limit) offers only what comes
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,9 @@ from sglang_dspark.recipe.reliability import Reliability
 from sglang_dspark.recipe.target import FastLlama
 
 AnyDraft = DraftModel | Eagle3Model
+# Is told of every round: the block, the target's distributions [γ + 1, V] along it, how many of its
+# tokens survived, how many were committed.
+Watcher = Callable[[Proposal, Tensor, int, int], None]
 
 
 @dataclass
@@ -126,6 +129,7 @@ def speculative_decode(
     max_new_tokens: int,
     stop_id: int,
     chooser: Chooser,
+    watch: Watcher | None = None,
 ) -> tuple[list[int], Acceptance]:
     """Decode one prompt with speculation. Returns the new tokens and the acceptance counts.
 
@@ -158,6 +162,8 @@ def speculative_decode(
             committed = committed[: committed.index(stop_id) + 1]
         committed = committed[: max_new_tokens - len(output)]
         stats.add_round(length, proposal.confidences, len(committed))
+        if watch is not None:
+            watch(proposal, p, length, len(committed))
         session.commit(committed, features[: len(committed)])
         cache.length += len(committed) - gamma - 1
         output += committed

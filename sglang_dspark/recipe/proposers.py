@@ -47,11 +47,13 @@ class Chooser:
 
 @dataclass(frozen=True)
 class Proposal:
-    """tokens [γ]; probs [γ, V], what each was drawn from; confidences [γ], or None: no head."""
+    """tokens [γ]; probs [γ, V], what each was drawn from; confidences [γ], or None: no head.
+    logits: float32 [γ, V'], before any temperature, over the draft's own vocabulary."""
 
     tokens: list[int]
     probs: Tensor
     confidences: list[float] | None
+    logits: Tensor | None = None
 
 
 class Session(Protocol):
@@ -88,7 +90,7 @@ class BlockSession:
         embeds = F.embedding(ids, target.embed).to(self.context.dtype)
         hidden = draft(embeds, positions, self.context[None])[0]
         logits = target.logits(hidden.to(target.dtype)).float()
-        tokens, probs, confidences = [], [], []
+        tokens, probs, confidences, rows = [], [], [], []
         previous = torch.tensor(anchor, device=device)
         for k in range(gamma):
             latent = draft.latent(previous)
@@ -97,10 +99,11 @@ class BlockSession:
                 row = row + draft.markov_head.bias(previous).float()
             if draft.confidence_head is not None:
                 confidences.append(float(draft.confidence_head(hidden[k], latent).sigmoid()))
+            rows.append(row)
             probs.append(chooser.distribution(row))
             tokens.append(chooser.draw(probs[-1]))
             previous = torch.tensor(tokens[-1], device=device)
-        return Proposal(tokens, torch.stack(probs), confidences or None)
+        return Proposal(tokens, torch.stack(probs), confidences or None, torch.stack(rows))
 
     def commit(self, tokens: list[int], features: Tensor) -> None:
         self.context = torch.cat([self.context, self.draft.project_context(features.float())])
@@ -138,7 +141,7 @@ class Eagle3Session:
         draft, layer = self.draft, self.draft.midlayer
         config = draft.config
         hidden, token = self.last, anchor
-        tokens, probs = [], []
+        tokens, probs, rows = [], [], []
         kept = (self.keys, self.values, self.length)
         for k in range(config.block_size):
             x = self._append([token], hidden)
@@ -148,12 +151,13 @@ class Eagle3Session:
             query = layer.self_attn.query(x, rope)
             attended = F.scaled_dot_product_attention(query, self.keys, self.values)
             hidden = layer.finish(hidden[None], attended)[0]
-            q = chooser.distribution(draft.lm_head(draft.norm(hidden))[0].float())
+            rows.append(draft.lm_head(draft.norm(hidden))[0].float())
+            q = chooser.distribution(rows[-1])
             probs.append(q.new_zeros(config.vocab_size).index_copy_(0, draft.d2t, q))
             token = chooser.draw(probs[-1])
             tokens.append(token)
         self.keys, self.values, self.length = kept
-        return Proposal(tokens, torch.stack(probs), None)
+        return Proposal(tokens, torch.stack(probs), None, torch.stack(rows))
 
     def commit(self, tokens: list[int], features: Tensor) -> None:
         g = self.draft.fc(features.float())

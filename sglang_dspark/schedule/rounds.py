@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +23,25 @@ from sglang_dspark.schedule.scheduler import Decision, Ints
 
 
 @dataclass(frozen=True)
+class Belief:
+    """What is thought of a drafted block, on the device.
+
+    survivals: [R, D] float32. broken: [R] bool, requests whose confidences are not finite.
+    evidence: [R, D, F] float32, head_logits: [R, D] float32, what the survivals are made of; None:
+    there is none. sampled: [R] bool, requests that are not greedy; None: all are.
+    """
+
+    survivals: torch.Tensor
+    broken: torch.Tensor
+    evidence: torch.Tensor | None
+    head_logits: torch.Tensor | None
+    sampled: torch.Tensor | None
+
+    def parts(self) -> dict[str, torch.Tensor | None]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+@dataclass(frozen=True)
 class FinishedRound:
     """A round that is over. R requests.
 
@@ -28,6 +49,7 @@ class FinishedRound:
     tokens: M, padding included. full: whether every row of every window was run.
     survivals: [R, D], None without a draft. windows: [R]. accepted, ceiling: [R], drafts; the
     latter means something only if `full`. broken: [R], whose confidences are NaN or infinite.
+    evidence, head_logits, sampled: as in `Belief`; the last is of all requests.
     """
 
     decision: Decision
@@ -41,6 +63,9 @@ class FinishedRound:
     accepted: Ints
     ceiling: Ints
     broken: npt.NDArray[np.bool_]
+    evidence: Floats | None
+    head_logits: Floats | None
+    sampled: npt.NDArray[np.bool_]
 
 
 @dataclass
@@ -52,7 +77,7 @@ class _Launched:
     next_started: float | None
     tokens: int
     full: bool
-    gamma: int
+    belief: Belief | None
     packet: torch.Tensor
 
 
@@ -81,20 +106,15 @@ class RoundLog:
         rows: Ints,
         generations: Ints,
         *,
-        survivals: torch.Tensor | None,
+        belief: Belief | None,
         windows: torch.Tensor,
         ceiling: torch.Tensor,
-        broken: torch.Tensor | None,
         tokens: int,
         full: bool,
     ) -> None:
-        """Everything of the round is queued on the device. survivals [R, D]; the others [R]."""
-        columns = [windows.float(), ceiling.float()]
-        if broken is not None:
-            columns.append(broken.float())
-        packet = torch.stack(columns, dim=1)
-        if survivals is not None:
-            packet = torch.cat([packet, survivals], dim=1)
+        """Everything of the round is queued on the device. windows, ceiling: [R]."""
+        known = [] if belief is None else belief.parts().values()
+        packet = torch.cat(_columns([windows, ceiling, *known]), dim=1)
         self._running = _Launched(
             decision,
             rows,
@@ -103,7 +123,7 @@ class RoundLog:
             None,
             tokens,
             full,
-            0 if survivals is None else survivals.shape[1],
+            belief,
             async_d2h(packet),
         )
         self._launched.append(self._running)
@@ -115,7 +135,6 @@ class RoundLog:
         if done is self._running:  # nothing was launched since: it ends here
             ended = time.perf_counter()
         packet = done.packet.numpy()
-        gamma = done.gamma
         return FinishedRound(
             decision=done.decision,
             rows=done.rows,
@@ -123,9 +142,27 @@ class RoundLog:
             seconds=None if ended is None else ended - done.started,
             tokens=done.tokens,
             full=done.full,
-            survivals=packet[:, -gamma:].astype(np.float64) if gamma else None,
             windows=packet[:, 0].astype(np.int64),
             accepted=accepted,
             ceiling=packet[:, 1].astype(np.int64),
-            broken=packet[:, 2] > 0 if gamma else np.zeros(len(packet), dtype=bool),
+            **_unpack(packet[:, 2:], done.belief),
         )
+
+
+def _columns(parts: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
+    """Each as float32 [R, n], to travel in one copy."""
+    return [part.reshape(len(part), -1).float() for part in parts if part is not None]
+
+
+def _unpack(packet: npt.NDArray[np.float32], belief: Belief | None) -> dict[str, Any]:
+    """What `_columns` made of a belief's parts, by the same names; None where there was none."""
+    found: dict[str, Any] = dict.fromkeys(field.name for field in fields(Belief))
+    taken = 0
+    for name, part in ({} if belief is None else belief.parts()).items():
+        if part is not None:
+            start, taken = taken, taken + part.numel() // len(part)
+            found[name] = packet[:, start:taken].reshape(part.shape).astype(np.float64)
+    for name in ("broken", "sampled"):
+        known = found[name]
+        found[name] = np.zeros(len(packet), dtype=bool) if known is None else known > 0
+    return found

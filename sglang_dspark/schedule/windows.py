@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from sglang.srt.utils.common import async_h2d
 
 from cuda_graph.tiers import Tier, TierGrid
 from sglang_dspark.config import SpecConfig, VerifyMode
-from sglang_dspark.drafters.base import DraftBlock
+from sglang_dspark.drafters.base import DraftBlock, RoundState
 from sglang_dspark.kernels.top_windows import top_windows, top_windows_reference
 from sglang_dspark.schedule.agree import Agreement
 from sglang_dspark.schedule.calibration import survivals
+from sglang_dspark.schedule.confidence import ConfidenceFit, confidence_logits
 from sglang_dspark.schedule.cost_source import CostSource
-from sglang_dspark.schedule.rounds import FinishedRound
+from sglang_dspark.schedule.rounds import Belief, FinishedRound
 from sglang_dspark.schedule.scheduler import BudgetScheduler, Decision, Ints
 
 if TYPE_CHECKING:
@@ -28,13 +30,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plan:
-    """A round's windows. windows: [R] int64, None: full. survivals: [R, D] float32, None: none
-    known. broken: [R] bool, requests whose confidences are not finite."""
+    """A round's windows. windows: [R] int64, None: full. belief: None without a draft."""
 
     decision: Decision
     windows: torch.Tensor | None
-    survivals: torch.Tensor | None
-    broken: torch.Tensor | None
+    belief: Belief | None
 
 
 class WindowScheduler:
@@ -52,6 +52,11 @@ class WindowScheduler:
         self._agreement, self._overlap = agreement, overlap
         temperatures = config.schedule.temperatures or (1.0,) * config.gamma
         self._temperatures = torch.tensor(temperatures, device=device)
+        # A calibration is made for the head's own logits, so these then stay as they are.
+        head = config.draft.has_confidence_head
+        calibrated = config.schedule.temperatures is not None and head
+        self._fit = ConfidenceFit(config.gamma, head, frozen=calibrated)
+        self._parameters = async_h2d(self._fit.parameters(), dtype=torch.float32, device=device)
         self._budgets: BudgetScheduler | None = None
         self.grid: TierGrid | None = None
         self._captured = False
@@ -90,33 +95,42 @@ class WindowScheduler:
             return self.config.gamma
         return decision.depth
 
-    def plan(self, decision: Decision, block: DraftBlock, context: float) -> Plan:
+    def plan(self, decision: Decision, block: DraftBlock, state: RoundState) -> Plan:
         """After drafting. Lossless: window ℓ of a request depends on confidences of its first ℓ
         tokens at most, each of which knows the tokens before its own only."""
-        requests = len(block.tokens)
-        logits = block.confidence_logits
-        if logits is None:
-            windows = None
-            if not decision.drafts:
-                windows = torch.ones(requests, dtype=torch.int64, device=self._device)
-            return Plan(decision, windows, None, None)
-        known = survivals(logits, self._temperatures[: logits.shape[1]])
-        broken = ~torch.isfinite(logits).all(dim=-1)
+        belief = self._believe(block, state)
+        if belief is None:
+            windows = None if decision.drafts else torch.ones_like(state.anchors)
+            return Plan(decision, windows, None)
         if self._budgets is None:
-            return Plan(decision, None, known, broken)
-        candidates = known[:, : decision.depth]
+            return Plan(decision, None, belief)
+        candidates = belief.survivals[:, : decision.depth]
         if self._stops_early(decision):
             host = candidates.cpu().numpy().astype(np.float64)
             budgets = self._budgets
-            decision = self._agreement.decision(lambda: budgets.stop_early(host, context))
-        if decision.budget >= requests * decision.depth:
-            windows = torch.full(
-                (requests,), decision.depth + 1, dtype=torch.int64, device=self._device
-            )
+            decision = self._agreement.decision(lambda: budgets.stop_early(host, state.context))
+        if decision.budget >= len(state.anchors) * decision.depth:
+            windows = torch.full_like(state.anchors, decision.depth + 1)
         else:
             choose = top_windows_reference if self._device.type == "cpu" else top_windows
             windows = self._agreement.tensor(choose(candidates, decision.budget))
-        return Plan(decision, windows, known, broken)
+        return Plan(decision, windows, belief)
+
+    def _believe(self, block: DraftBlock, state: RoundState) -> Belief | None:
+        evidence, head = block.evidence, block.confidence_logits
+        if evidence is None:
+            if head is None or not head.numel():
+                return None
+            logits = head
+        else:
+            logits = confidence_logits(evidence, head, self._parameters)
+        return Belief(
+            survivals=survivals(logits, self._temperatures[: logits.shape[1]]),
+            broken=~torch.isfinite(logits).all(dim=-1),
+            evidence=evidence,
+            head_logits=head,
+            sampled=None if state.sampling is None else state.sampling.top_k > 1,
+        )
 
     def tier(self, decision: Decision, requests: int) -> Tier | None:
         """Where the round's rows are packed; None: they are not."""
@@ -145,9 +159,21 @@ class WindowScheduler:
                 done.windows[sound],
                 done.accepted[sound],
             )
+        self._learn_confidence(done)
         # In cap-accept the forward is that of full windows, and says nothing of the tier's time.
         if done.seconds is not None and self.config.mode is VerifyMode.COMPACT:
             self._budgets.learn_time(done.decision, done.seconds)
+
+    def _learn_confidence(self, done: FinishedRound) -> None:
+        if done.evidence is None:
+            return
+        # Where every row was run, what a trimmed window hides is known too.
+        whole = np.full_like(done.windows, done.evidence.shape[1] + 1)
+        windows = whole if done.full else done.windows
+        accepted = done.ceiling if done.full else done.accepted
+        self._fit.learn(done.evidence, done.head_logits, windows, accepted, done.sampled)
+        if (parameters := self._fit.news()) is not None:
+            self._parameters = async_h2d(parameters, dtype=torch.float32, device=self._device)
 
     def describe(self) -> dict[str, str]:
         """What a user should know of it, by topic."""

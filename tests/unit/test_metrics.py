@@ -43,6 +43,9 @@ class Exported:
             "accepted": np.array(accepted),
             "ceiling": np.array(accepted),
             "broken": np.zeros(len(windows), dtype=bool),
+            "evidence": None,
+            "head_logits": None,
+            "sampled": np.zeros(len(windows), dtype=bool),
             **changes,
         }
         self.observer.add(FinishedRound(**values))

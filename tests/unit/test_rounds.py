@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sglang_dspark.schedule import rounds as module
-from sglang_dspark.schedule.rounds import FinishedRound, RoundLog
+from sglang_dspark.schedule.rounds import Belief, FinishedRound, RoundLog
 from sglang_dspark.schedule.scheduler import Decision
 
 
@@ -27,12 +27,17 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
+def belief(survivals: torch.Tensor, **changes) -> Belief:
+    nothing = torch.zeros(len(survivals), dtype=torch.bool)
+    parts = {"broken": nothing, "evidence": None, "head_logits": None, "sampled": None, **changes}
+    return Belief(survivals, **parts)
+
+
 def launch(log: RoundLog, started: float, requests: int = 2, budget: int = 0, **changes) -> None:
     values = {
-        "survivals": torch.rand(requests, 3),
+        "belief": belief(torch.rand(requests, 3)),
         "windows": torch.ones(requests, dtype=torch.int64),
         "ceiling": torch.zeros(requests, dtype=torch.int64),
-        "broken": torch.zeros(requests, dtype=torch.bool),
         "tokens": 8,
         "full": False,
         **changes,
@@ -47,17 +52,25 @@ def finish(log: RoundLog, requests: int = 2) -> FinishedRound:
 
 def test_everything_comes_back_exactly():
     log, decision = RoundLog(), Decision(4, 5, 3, 6.5, 0.02)
-    survivals = torch.rand(3, 4, generator=torch.Generator().manual_seed(0)).cumprod(dim=1)
+    generator = torch.Generator().manual_seed(0)
+    survivals = torch.rand(3, 4, generator=generator).cumprod(dim=1)
+    evidence = torch.rand(3, 4, 2, generator=generator)
+    head_logits = torch.rand(3, 4, generator=generator)
     rows, generations, accepted = np.array([9, 2, 4]), np.array([7, 2**40, 0]), np.array([0, 3, 1])
     log.launch(
         log.start(),
         decision,
         rows,
         generations,
-        survivals=survivals,
+        belief=Belief(
+            survivals=survivals,
+            broken=torch.tensor([True, False, True]),
+            evidence=evidence,
+            head_logits=head_logits,
+            sampled=torch.tensor([False, False, True]),
+        ),
         windows=torch.tensor([1, 5, 3]),
         ceiling=torch.tensor([4, 3, 0]),
-        broken=torch.tensor([True, False, True]),
         tokens=12,
         full=True,
     )
@@ -68,13 +81,16 @@ def test_everything_comes_back_exactly():
     assert done.windows.dtype == done.ceiling.dtype == np.int64
     assert done.rows is rows and done.generations is generations and done.accepted is accepted
     assert done.broken.tolist() == [True, False, True] and done.broken.dtype == bool
+    assert done.evidence.tolist() == evidence.tolist()
+    assert done.head_logits.tolist() == head_logits.tolist()
+    assert done.sampled.tolist() == [False, False, True] and done.sampled.dtype == bool
 
 
 def test_rounds_of_different_depths_keep_their_own_survivals():
     log, drafted = RoundLog(), [torch.rand(2, depth) for depth in (3, 1, 7)]
     for survivals in drafted:
-        launch(log, log.start(), survivals=survivals, windows=torch.tensor([2, 1]))
-    launch(log, log.start(), survivals=None, broken=None)
+        launch(log, log.start(), belief=belief(survivals), windows=torch.tensor([2, 1]))
+    launch(log, log.start(), belief=None)
     for survivals in drafted:
         done = finish(log)
         assert done.survivals.tolist() == survivals.tolist() and done.windows.tolist() == [2, 1]
@@ -83,9 +99,11 @@ def test_rounds_of_different_depths_keep_their_own_survivals():
 
 def test_a_round_without_a_draft_has_no_survivals():
     log = RoundLog()
-    launch(log, log.start(), survivals=None, broken=None)
+    launch(log, log.start(), belief=None)
     done = finish(log)
     assert done.survivals is None and done.broken.tolist() == [False, False]
+    assert done.evidence is None and done.head_logits is None
+    assert done.sampled.tolist() == [False, False]
     assert done.windows.tolist() == [1, 1] and done.ceiling.tolist() == [0, 0]
 
 

@@ -1,0 +1,135 @@
+"""DFLASH: a parallel backbone, every token of a block on its own.
+
+For the block behind an anchor x_0 (DFlash, arXiv 2602.06036):
+  h_0..h_n  = backbone([x_0, mask, ..., mask])     one non-causal forward
+  q_k       = softmax(LMhead(h))                   k = 1..gamma
+Drafts that sample from the anchor have gamma rows, and row k - 1 proposes token k; for the others,
+z-lab's, a row proposes the token at its own position, so that there is one row more.
+The backbone attends to its own KV of all committed tokens, which is computed from target hidden
+states (fc, norm, then each layer's key and value projection); so to "commit" is to write that KV.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+from sglang_dspark.drafters.base import DraftBlock, RoundState
+from sglang_dspark.drafters.evidence import evidence
+from sglang_dspark.drafters.served import ServedDraft
+from sglang_dspark.drafters.vocabulary import DraftVocabulary
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
+
+    from sglang_dspark.config import SpecConfig
+    from sglang_dspark.verify.accept import Verdict
+    from sglang_dspark.verify.layout import VerifyRows
+
+
+class DFlashDrafter:
+    """See `Drafter`."""
+
+    def __init__(self, config: SpecConfig, served: ServedDraft, generator: torch.Generator) -> None:
+        draft = config.draft
+        self.gamma = config.gamma
+        self.served, self.model = served, served.model
+        self.vocabulary = DraftVocabulary(
+            self.model.lm_head,
+            draft.vocab_size,
+            getattr(self.model, "draft_ids", None),
+            draft.logit_softcap,
+            generator,
+        )
+        self.wants_evidence = config.mode.schedules
+        assert draft.mask_token_id is not None
+        self._mask_token_id = draft.mask_token_id
+        # Rows of the anchor that propose nothing
+        self._skipped = 0 if draft.sample_from_anchor else 1
+        if served.on_host:
+            # In bfloat16 the draft layers would launch a CUDA kernel for norm and RoPE.
+            for layer in self.model.layers:
+                layer.self_attn.use_table_qk_norm_rope = False
+
+    def start(self) -> None:
+        """Nothing depends on the pools."""
+
+    def prefill(
+        self,
+        batch: ScheduleBatch,
+        aux_hidden: torch.Tensor,
+        kv_plan: KVLocPlan,
+        next_tokens: torch.Tensor,
+    ) -> None:
+        slots = kv_plan.write_ids(self.served.runner.kv_index_translator)
+        self._write_context_kv(aux_hidden, self.served.prompt_positions(batch), slots)
+
+    def propose(self, state: RoundState, depth: int) -> DraftBlock:
+        with self.served.context(), torch.inference_mode():
+            hidden = self._backbone(state, depth)
+            return self._block(hidden, self.vocabulary.logits(hidden), state)
+
+    def commit(
+        self, state: RoundState, verdict: Verdict, aux_hidden: torch.Tensor, rows: VerifyRows
+    ) -> None:
+        # All rows, rejected ones too: those lie at or behind the next anchor, where the next
+        # round's block writes before anything reads. So nothing needs to be masked or counted.
+        slots = state.kv_plan.write_ids(self.served.runner.kv_index_translator, cols=rows.columns)
+        self._write_context_kv(aux_hidden, rows.positions, slots)
+
+    def _backbone(self, state: RoundState, depth: int) -> torch.Tensor:
+        """Hidden states [R, depth, H] of the rows that propose."""
+        requests = state.anchors.numel()
+        # Graphs are captured for whole blocks only.
+        width = (self.gamma if self.served.has_graphs else depth) + self._skipped
+        ids = state.anchors.new_full((requests, width), self._mask_token_id)
+        ids[:, 0] = state.anchors
+        hidden = self.served.forward(
+            ids,
+            state.positions[:, :width],
+            state.req_rows,
+            state.seq_lens,
+            state.seq_lens_cpu,
+            state.kv_plan,
+            slice(0, width),
+        )
+        return hidden.view(requests, width, -1)[:, self._skipped : self._skipped + depth]
+
+    def _block(self, hidden: torch.Tensor, logits: torch.Tensor, state: RoundState) -> DraftBlock:
+        """hidden [R, D, H], logits [R, D, V_d] -> the block."""
+        tokens, q = self.vocabulary.choose_block(logits, state.sampling)
+        return DraftBlock(
+            tokens=tokens,
+            probs=q,
+            evidence=evidence(logits) if self.wants_evidence else None,
+            confidence_logits=None,
+        )
+
+    def _write_context_kv(
+        self, aux_hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        """Turn target features [N, F * H] into each draft layer's KV at the given slots."""
+        pool = self.served.runner.token_to_kv_pool
+        with self.served.context(), torch.inference_mode():
+            if not self.served.on_host:
+                self.model.write_target_hidden_kv(
+                    target_hidden=aux_hidden, pool=pool, positions=positions, cache_loc=slots
+                )
+                return
+            # SGLang's writer launches a Triton kernel in bfloat16; the same steps one by one.
+            context = self.model.project_target_hidden(aux_hidden)
+            for layer in self.model.layers:
+                _write_layer(layer.self_attn, context, positions, slots, pool)
+
+
+def _write_layer(
+    attn: Any, context: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, pool: Any
+) -> None:
+    k, v = attn.kv_proj_only(context)
+    k = attn.apply_k_rope(positions, attn.apply_k_norm(k))
+    shape = (-1, attn.num_kv_heads, attn.head_dim)
+    where = KVWriteLoc(slots, physical=True)
+    pool.set_kv_buffer(attn.attn, where, k.view(shape), v.view(shape))
