@@ -170,12 +170,23 @@ def _resolve(original: Callable[[Any], None], server_args: Any) -> None:
     if algorithm in list(config.Algorithm):
         config.verify_mode()  # before SGLang reads the variable, and raises of its own
         if view.speculative_draft_model_path is not None:
-            resolved = spec_config(view, model_config_of(server_args))
+            target = model_config_of(server_args)
+            resolved = spec_config(view, target)
+            positions = int(target.context_len)
+            if positions > resolved.draft.max_position_embeddings:
+                logger.warning(
+                    "sglang-dspark: the draft was made for contexts of %d tokens, the server's is "
+                    "%d: beyond the former its proposals may get worse (output stays right)",
+                    resolved.draft.max_position_embeddings,
+                    positions,
+                )
             declare_resolution(
                 server_args,
                 "sglang_dspark",
                 speculative_algorithm=SLOT,
-                speculative_draft_model_path=str(served_folder(resolved.draft)),
+                speculative_draft_model_path=str(
+                    served_folder(resolved.draft, positions=positions)
+                ),
                 **_block_fields(resolved),
             )
         elif algorithm != SLOT:

@@ -141,7 +141,10 @@ class SpecWorker(BaseSpecWorker):
         target, graphed = self.target.verify(batch, state, rows)
         aux_hidden = _take_aux_hidden(target)
 
-        logits, places = self._adjust(batch, target, window_tokens, rows, grammar, grammar_barrier)
+        adjusts = grammar is not None or self.adjuster.adjusts(batch)
+        logits, places = self._adjust(
+            batch, target, window_tokens, rows, adjusts, grammar, grammar_barrier
+        )
         verdict = self._accept(block, window_tokens, logits, state, places)
         new_seq_lens = state.seq_lens + verdict.commit_lens
         publish(new_seq_lens)
@@ -159,7 +162,7 @@ class SpecWorker(BaseSpecWorker):
             plan.decision,
             requests,
             generations,
-            belief=plan.belief,
+            belief=plan.belief.without_evidence() if plan.belief and adjusts else plan.belief,
             windows=windows,
             ceiling=verdict.ceiling,
             tokens=len(rows.tokens),
@@ -261,6 +264,7 @@ class SpecWorker(BaseSpecWorker):
         target: LogitsProcessorOutput,
         window_tokens: torch.Tensor,
         rows: VerifyRows,
+        adjusts: bool,
         grammar: Any,
         grammar_barrier: Callable[[], None] | None,
     ) -> tuple[torch.Tensor, VerifyRows]:
@@ -270,7 +274,6 @@ class SpecWorker(BaseSpecWorker):
         rows are spread to R * W first.
         """
         logits = target.next_token_logits
-        adjusts = grammar is not None or self.adjuster.adjusts(batch)
         if rows.ragged is not None and (adjusts or batch.return_logprob):
             logits = target.next_token_logits = logits[rows.index.flatten()]
             rows = full_rows(window_tokens, rows.index, rows.windows)

@@ -11,7 +11,7 @@ states (fc, norm, then each layer's key and value projection); so to "commit" is
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
@@ -20,6 +20,7 @@ from sglang_dspark.drafters.base import DraftBlock, RoundState
 from sglang_dspark.drafters.evidence import evidence
 from sglang_dspark.drafters.served import ServedDraft
 from sglang_dspark.drafters.vocabulary import DraftVocabulary
+from sglang_dspark.models.block import context_kv
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -114,22 +115,12 @@ class DFlashDrafter:
         """Turn target features [N, F * H] into each draft layer's KV at the given slots."""
         pool = self.served.runner.token_to_kv_pool
         with self.served.context(), torch.inference_mode():
-            if not self.served.on_host:
+            if not self.served.on_host and hasattr(self.model, "write_target_hidden_kv"):
                 self.model.write_target_hidden_kv(
                     target_hidden=aux_hidden, pool=pool, positions=positions, cache_loc=slots
                 )
                 return
             # SGLang's writer launches a Triton kernel in bfloat16; the same steps one by one.
-            context = self.model.project_target_hidden(aux_hidden)
-            for layer in self.model.layers:
-                _write_layer(layer.self_attn, context, positions, slots, pool)
-
-
-def _write_layer(
-    attn: Any, context: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, pool: Any
-) -> None:
-    k, v = attn.kv_proj_only(context)
-    k = attn.apply_k_rope(positions, attn.apply_k_norm(k))
-    shape = (-1, attn.num_kv_heads, attn.head_dim)
-    where = KVWriteLoc(slots, physical=True)
-    pool.set_kv_buffer(attn.attn, where, k.view(shape), v.view(shape))
+            where = KVWriteLoc(slots, physical=True)
+            for layer, k, v in context_kv(self.model, aux_hidden, positions):
+                pool.set_kv_buffer(layer, where, k, v)

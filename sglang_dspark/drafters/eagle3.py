@@ -13,12 +13,14 @@ a learnt vector in place of the token and the state that a chain would have.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
+from sglang.srt.utils.common import async_h2d
 from torch import Tensor
 
 from sglang_dspark.drafters.base import DraftBlock, RoundState
@@ -67,10 +69,12 @@ class Eagle3Drafter:
         kv_plan: KVLocPlan,
         next_tokens: Tensor,
     ) -> None:
-        ends = torch.tensor(batch.extend_lens).cumsum(0) - 1
-        last_rows = ends.to(self.served.device, non_blocking=True)
+        ends = [end - 1 for end in itertools.accumulate(batch.extend_lens)]
+        last_rows, prompt = (
+            async_h2d(numbers, dtype=torch.int64, device=self.served.device)
+            for numbers in (ends, _prompt_continues(batch))
+        )
         # The token behind each one; behind the last of a chunk, what the prompt goes on with.
-        prompt = _prompt_continues(batch).to(self.served.device, non_blocking=True)
         following = batch.input_ids.roll(-1)
         following[last_rows] = torch.where(prompt >= 0, prompt, next_tokens)
         with self.served.context(), torch.inference_mode():
@@ -83,6 +87,7 @@ class Eagle3Drafter:
                     batch,
                     self.served.runner,
                     capture_hidden_mode=CaptureHiddenMode.NULL,
+                    return_hidden_states_before_norm=False,
                     kv_loc_plan=kv_plan,
                 )
                 forward.input_ids = following
@@ -197,9 +202,8 @@ class Eagle3Drafter:
         pool.set_kv_buffer(layer, KVWriteLoc(slots, physical=True), k, v)
 
 
-def _prompt_continues(batch: ScheduleBatch) -> Tensor:
-    """[R] int64: the token behind each request's chunk, -1 where the chunk is the last."""
+def _prompt_continues(batch: ScheduleBatch) -> list[int]:
+    """The token behind each request's chunk, -1 where the chunk is the last."""
     ends = [start + n for start, n in zip(batch.prefix_lens, batch.extend_lens, strict=True)]
     whole = [request.full_untruncated_fill_ids for request in batch.reqs]
-    following = [ids[end] if end < len(ids) else -1 for ids, end in zip(whole, ends, strict=True)]
-    return torch.tensor(following, dtype=torch.int64)
+    return [ids[end] if end < len(ids) else -1 for ids, end in zip(whole, ends, strict=True)]

@@ -5,7 +5,7 @@ SGLang's own DSpark model is the base: its layers, its context KV and its sequen
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from sglang.srt.models.dspark import DSparkDraftMixin, build_markov_head
 from torch import nn
 
 from sglang_dspark.drafters.checkpoints import DraftCheckpoint
+from sglang_dspark.models.layers import DraftAttention
 from sglang_dspark.models.loading import load_weights
 
 
@@ -30,15 +31,19 @@ class SparkBlockDraft(DSparkDraftMixin, DFlashDraftModel):
         self.gamma = draft.block_size
         self.sample_from_anchor = draft.sample_from_anchor
         self.markov_head = build_markov_head(config) if draft.markov_rank else None
+        if self.markov_head is not None and draft.maps_vocabulary:
+            # It biases what can be proposed, given any token of the target.
+            self.markov_head.markov_w2 = nn.Linear(
+                draft.markov_rank, draft.draft_vocab_size, bias=False
+            )
         self.confidence_head = None
         self.lm_head: Any = None
         if draft.own_head:
             self.lm_head = ParallelLMHead(
                 draft.draft_vocab_size, draft.hidden_size, quant_config=quant_config
             )
-        self.draft_ids: torch.Tensor | None = None
-        if draft.maps_vocabulary:
-            self.register_buffer("draft_ids", torch.arange(draft.draft_vocab_size))
+        size = draft.draft_vocab_size
+        self.register_buffer("draft_ids", torch.arange(size) if draft.maps_vocabulary else None)
         # Read by SGLang's runner of the draft, to size its KV pool.
         self.num_stages = draft.num_layers
 
@@ -50,6 +55,26 @@ class SparkBlockDraft(DSparkDraftMixin, DFlashDraftModel):
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         load_weights(self, self.draft, weights)
+
+
+def context_kv(
+    model: Any, aux_hidden: torch.Tensor, positions: torch.Tensor
+) -> Iterator[tuple[Any, torch.Tensor, torch.Tensor]]:
+    """Each layer's keys and values of context. aux_hidden [N, F * H], positions [N].
+
+    model: any block draft, SGLang's own DSpark model too.
+    Yields SGLang's attention layer, k and v [N, KV heads, head size].
+    """
+    context = model.project_target_hidden(aux_hidden)
+    for layer in model.layers:
+        attn = layer.self_attn
+        if isinstance(attn, DraftAttention):
+            yield (attn.attn, *attn.keys_values(context, positions))
+            continue
+        k, v = attn.kv_proj_only(context)
+        k = attn.apply_k_rope(positions, attn.apply_k_norm(k))
+        shape = (-1, attn.num_kv_heads, attn.head_dim)
+        yield attn.attn, k.view(shape), v.view(shape)
 
 
 EntryClass = [SparkBlockDraft]

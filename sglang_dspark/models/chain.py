@@ -24,29 +24,20 @@ from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabPara
 from torch import nn
 
 from sglang_dspark.drafters.checkpoints import DraftCheckpoint
-from sglang_dspark.models.layers import DraftAttention, DraftMLP
+from sglang_dspark.models.layers import DraftLayer, as_head
 from sglang_dspark.models.loading import load_weights
 
 
-class ChainLayer(nn.Module):
-    """first: reads embedding and hidden state; any other, the hidden state alone."""
+class ChainLayer(DraftLayer):
+    """The first reads embedding and hidden state; any other, the hidden state alone."""
 
     def __init__(self, draft: DraftCheckpoint, layer_id: int, quant_config: Any) -> None:
-        super().__init__()
-        h, eps = draft.hidden_size, draft.rms_norm_eps
-        self.first = layer_id == 0
+        h, first = draft.hidden_size, layer_id == 0
+        super().__init__(draft, layer_id, 2 * h if first else h, quant_config)
+        self.first = first
         self.norm_before_residual = draft.norm_before_residual
-        self.input_layernorm = RMSNorm(h, eps=eps)
-        if self.first:
-            self.hidden_norm = RMSNorm(h, eps=eps)
-        self.self_attn = DraftAttention(draft, layer_id, 2 * h if self.first else h, quant_config)
-        self.post_attention_layernorm = RMSNorm(h, eps=eps)
-        self.mlp = DraftMLP(draft, quant_config)
-        self.sandwich = draft.style == "gemma4"
-        if self.sandwich:
-            self.pre_feedforward_layernorm = RMSNorm(h, eps=eps)
-            self.post_feedforward_layernorm = RMSNorm(h, eps=eps)
-            self.register_buffer("layer_scalar", torch.ones(1))
+        if first:
+            self.hidden_norm = RMSNorm(h, eps=draft.rms_norm_eps)
 
     def pair(self, embeds: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The attention's input and the residual."""
@@ -60,15 +51,7 @@ class ChainLayer(nn.Module):
         self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, batch: Any
     ) -> torch.Tensor:
         x, residual = self.pair(embeds, hidden)
-        x = self.self_attn(x, positions, batch)
-        if not self.sandwich:
-            x = residual + x
-            out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
-            return out
-        x = residual + self.post_attention_layernorm(x)
-        mlp = self.mlp(self.pre_feedforward_layernorm(x))
-        scaled: torch.Tensor = (x + self.post_feedforward_layernorm(mlp)) * self.layer_scalar
-        return scaled
+        return self.finish(residual, self.self_attn(x, positions, batch))
 
 
 class SparkChainDraft(nn.Module):
@@ -99,9 +82,8 @@ class SparkChainDraft(nn.Module):
         self.lm_head: Any = None
         if draft.own_head:
             self.lm_head = ParallelLMHead(draft.draft_vocab_size, h, quant_config=quant_config)
-        self.draft_ids: torch.Tensor | None = None
-        if draft.maps_vocabulary:
-            self.register_buffer("draft_ids", torch.arange(draft.draft_vocab_size))
+        size = draft.draft_vocab_size
+        self.register_buffer("draft_ids", torch.arange(size) if draft.maps_vocabulary else None)
         self.embed_tokens: Any = None
         if draft.own_embedding:
             self.embed_tokens = VocabParallelEmbedding(draft.vocab_size, h)
@@ -114,7 +96,7 @@ class SparkChainDraft(nn.Module):
         if self.embed_tokens is None:
             self.embed_tokens = embed_tokens
         if self.lm_head is None:
-            self.lm_head = lm_head
+            self.lm_head = as_head(lm_head)
 
     def allocate(self, rows: int) -> None:
         weight = self.fc.weight

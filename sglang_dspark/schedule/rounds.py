@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,11 @@ class Belief:
     evidence: torch.Tensor | None
     head_logits: torch.Tensor | None
     sampled: torch.Tensor | None
+
+    def without_evidence(self) -> Belief:
+        """For requests whose tokens are not what the target alone would give: penalties, grammars
+        and the like change its distribution and not the draft's, and teach others nothing."""
+        return replace(self, evidence=None, head_logits=None)
 
     def parts(self) -> dict[str, torch.Tensor | None]:
         return {field.name: getattr(self, field.name) for field in fields(self)}

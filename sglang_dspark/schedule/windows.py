@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from sglang.srt.utils.common import async_h2d
 
@@ -56,7 +57,7 @@ class WindowScheduler:
         head = config.draft.has_confidence_head
         calibrated = config.schedule.temperatures is not None and head
         self._fit = ConfidenceFit(config.gamma, head, frozen=calibrated)
-        self._parameters = async_h2d(self._fit.parameters(), dtype=torch.float32, device=device)
+        self._upload(self._fit.parameters())
         self._budgets: BudgetScheduler | None = None
         self.grid: TierGrid | None = None
         self._captured = False
@@ -118,18 +119,19 @@ class WindowScheduler:
 
     def _believe(self, block: DraftBlock, state: RoundState) -> Belief | None:
         evidence, head = block.evidence, block.confidence_logits
+        sampled = None if state.sampling is None else state.sampling.top_k > 1
         if evidence is None:
             if head is None or not head.numel():
                 return None
             logits = head
         else:
-            logits = confidence_logits(evidence, head, self._parameters)
+            logits = confidence_logits(evidence, head, self._parameters, sampled)
         return Belief(
             survivals=survivals(logits, self._temperatures[: logits.shape[1]]),
             broken=~torch.isfinite(logits).all(dim=-1),
             evidence=evidence,
             head_logits=head,
-            sampled=None if state.sampling is None else state.sampling.top_k > 1,
+            sampled=sampled,
         )
 
     def tier(self, decision: Decision, requests: int) -> Tier | None:
@@ -173,7 +175,11 @@ class WindowScheduler:
         accepted = done.ceiling if done.full else done.accepted
         self._fit.learn(done.evidence, done.head_logits, windows, accepted, done.sampled)
         if (parameters := self._fit.news()) is not None:
-            self._parameters = async_h2d(parameters, dtype=torch.float32, device=self._device)
+            self._upload(parameters)
+
+    def _upload(self, parameters: npt.NDArray[np.float32]) -> None:
+        # A list: SGLang cannot pin what was made from numpy.
+        self._parameters = async_h2d(parameters.tolist(), dtype=torch.float32, device=self._device)
 
     def describe(self) -> dict[str, str]:
         """What a user should know of it, by topic."""

@@ -14,7 +14,6 @@ import layouts
 from layout_shapes import edit
 from sglang_dspark.drafters.checkpoints import (
     DraftCheckpoint,
-    check_weights,
     read_checkpoint,
     weight_shapes,
 )
@@ -91,7 +90,7 @@ def test_weights_are_copied_where_there_are_no_links(draft, tmp_path, monkeypatc
     monkeypatch.setattr(Path, "symlink_to", refuse)
     folder = served_folder(draft, tmp_path / "root")
     assert not (folder / "model.safetensors").is_symlink()
-    check_weights(read(folder))
+    assert weight_shapes(folder) == weight_shapes(draft.path)
 
 
 def test_a_folder_is_written_once(draft, tmp_path):
@@ -121,7 +120,7 @@ def test_a_folder_whose_links_are_broken_is_written_again(draft, tmp_path):
     link.unlink()
     link.symlink_to(tmp_path / "gone")
     assert served_folder(draft, tmp_path / "root") == folder
-    check_weights(read(folder))
+    assert link.samefile(tmp_path / "draft" / "model.safetensors")
 
 
 def test_another_process_may_be_faster(draft, tmp_path, monkeypatch):
@@ -177,3 +176,14 @@ def test_a_relative_path_is_made_absolute(draft, tmp_path, monkeypatch):
     """A folder in the cache is reused from anywhere."""
     monkeypatch.chdir(tmp_path)
     assert read(Path("draft")).path == draft.path
+
+
+def test_a_draft_of_fewer_positions_than_the_target_is_translated_to_as_many(tmp_path):
+    for name, write in (("z-lab", layouts.write_zlab_dflash), ("d", layouts.write_qwen3_dspark)):
+        draft = read_checkpoint(str(write(tmp_path / name)), flag="--draft")
+        folder = served_folder(draft, tmp_path / "cache", positions=4096)
+        assert folder.parent == tmp_path / "cache"
+        assert read_checkpoint(str(folder), flag="--draft").max_position_embeddings == 4096
+        assert json.loads((folder / "config.json").read_text())["max_position_embeddings"] == 4096
+        kept = served_folder(draft, tmp_path / "cache", positions=100)
+        assert read_checkpoint(str(kept), flag="--draft").max_position_embeddings == 512

@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,22 @@ from sglang_dspark.drafters.checkpoints.weights import read_pickle, weight_files
 from sglang_dspark.errors import ConfigError
 
 BLOCK_ARCHITECTURE, CHAIN_ARCHITECTURE = "SparkBlockDraft", "SparkChainDraft"
+GEMMA4_BLOCK_ARCHITECTURE = "SparkGemma4BlockDraft"
 
 
-def served_folder(checkpoint: DraftCheckpoint, root: Path | None = None) -> Path:
+def served_folder(
+    checkpoint: DraftCheckpoint, root: Path | None = None, positions: int = 0
+) -> Path:
     """A folder that SGLang 0.5.23 can open: the draft's own if it can, or else a translated one.
 
     root: where translated folders are kept; default `drafts` in the user's cache. A folder is
-    written once and reused as long as the draft's files are the same.
+    written once and reused as long as the draft's files are the same. positions: those of the
+    target. SGLang refuses a draft of fewer, as many published ones are; beyond its own, a draft
+    proposes less well and no worse happens.
     """
-    if _opens_as_it_is(checkpoint):
+    if positions > checkpoint.max_position_embeddings:
+        checkpoint = replace(checkpoint, max_position_embeddings=positions)
+    elif _opens_as_it_is(checkpoint):
         return Path(checkpoint.path)
     original = Path(checkpoint.path).resolve()
     root = root or default_root()
@@ -82,7 +90,7 @@ def served_config(checkpoint: DraftCheckpoint) -> dict[str, Any]:
     """config.json of the translated folder."""
     rope = {"rope_type": "default", **(checkpoint.rope_scaling or {})}
     return {
-        "architectures": [CHAIN_ARCHITECTURE if checkpoint.chain else BLOCK_ARCHITECTURE],
+        "architectures": [_architecture(checkpoint)],
         "model_type": "qwen3",
         "vocab_size": checkpoint.vocab_size,
         "hidden_size": checkpoint.hidden_size,
@@ -111,6 +119,12 @@ def served_config(checkpoint: DraftCheckpoint) -> dict[str, Any]:
         "markov_head_type": checkpoint.markov_head_type or "vanilla",
         TRANSLATED: checkpoint.as_dict(),
     }
+
+
+def _architecture(checkpoint: DraftCheckpoint) -> str:
+    if checkpoint.chain:
+        return CHAIN_ARCHITECTURE
+    return GEMMA4_BLOCK_ARCHITECTURE if checkpoint.style == "gemma4" else BLOCK_ARCHITECTURE
 
 
 def _opens_as_it_is(checkpoint: DraftCheckpoint) -> bool:

@@ -1,4 +1,4 @@
-"""Confidence from the draft's own distribution: what it is, and how it is fitted while serving."""
+"""Confidence from the draft's own distribution, fitted while serving: what it learns, what not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from sglang_dspark.drafters.evidence import BOUND, NAMES, F, evidence
+from sglang_dspark.drafters.evidence import BOUND, F, evidence
 from sglang_dspark.schedule import confidence as module
 from sglang_dspark.schedule.calibration import survivals
 from sglang_dspark.schedule.confidence import MAX_WEIGHT, NEWS, ConfidenceFit, confidence_logits
@@ -20,61 +20,7 @@ GAMMA = 5
 Floats = npt.NDArray[np.float64]
 Windows = Callable[[Floats], npt.NDArray[np.int64]]
 
-# --- evidence ------------------------------------------------------------------------------------
-
-
-def test_log_odds_by_hand() -> None:
-    logits = torch.tensor([[0.5, 0.25, 0.125, 0.125], [0.9, 0.1, 0.0, 0.0]]).log()
-    assert evidence(logits)[:, 0].tolist() == pytest.approx([0.0, math.log(9)], abs=1e-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shift", [0.0, -40.0, 40.0])
-def test_evidence_equals_double_precision(dtype: torch.dtype, shift: float) -> None:
-    """Tolerance: at 12 the odds hang on rounding; up to 9, 0.02 holds with logits near 40."""
-    generator = torch.Generator().manual_seed(0)
-    scale = torch.linspace(0.1, 5, 64)[:, None]
-    logits = (torch.randn(64, 200, generator=generator) * scale + shift).to(dtype)
-    q = logits.double().softmax(dim=-1).amax(dim=-1)
-    exact = (q / (1 - q)).log().clamp(-BOUND, BOUND)
-    found = evidence(logits)
-    assert found.dtype is torch.float32 and found.shape == (64, F)
-    usual = exact.abs() < 9
-    assert usual.float().mean() > 0.9
-    torch.testing.assert_close(found[..., 0].double()[usual], exact[usual], atol=0.02, rtol=0)
-
-
-def test_certain_and_masked_rows_are_finite() -> None:
-    one_hot = torch.full((1, 8), -1e4)
-    one_hot[0, 3] = 1e4
-    masked = torch.full((1, 8), -torch.inf)
-    masked[0, 2:4] = 1.0
-    alone = torch.full((1, 8), -torch.inf)
-    alone[0, 2] = 1.0
-    flat = torch.zeros(1, 200_000)
-    assert [float(evidence(x)) for x in (one_hot, masked, alone)] == [BOUND, 0.0, BOUND]
-    assert float(evidence(flat)) == -BOUND
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_broken_logits_are_noticed(bad: float) -> None:
-    logits = torch.zeros(2, 8)
-    logits[1] = bad
-    if not math.isinf(bad) or bad > 0:
-        logits[1, 1:] = 0.0  # one bad entry is enough
-    found = evidence(logits)
-    assert found[0].isfinite().all() and found[1].isnan().all()
-    parameters = torch.from_numpy(ConfidenceFit(1, head=False).parameters())
-    assert confidence_logits(found[:, None], None, parameters)[1].isnan().all()
-
-
-def test_evidence_depends_on_the_distribution_alone() -> None:
-    """Non-anticipation: a permuted vocabulary, and so another drawn token, says the same."""
-    generator = torch.Generator().manual_seed(1)
-    logits = torch.randn(4, 50, generator=generator)
-    for _ in range(5):
-        order = torch.randperm(50, generator=generator)
-        torch.testing.assert_close(evidence(logits[:, order]), evidence(logits))
+# --- the formula ---------------------------------------------------------------------------------
 
 
 def test_a_confidence_depends_on_its_own_position_alone() -> None:
@@ -89,6 +35,24 @@ def test_a_confidence_depends_on_its_own_position_alone() -> None:
         after = confidence_logits(changed, changed_head, parameters)
         differs = after != before
         assert differs[1, k] and differs.sum() == 1
+
+
+def test_a_confidence_by_hand() -> None:
+    """Two of three positions drafted; request 0 is greedy, request 1 sampled."""
+    parameters = torch.tensor(
+        [
+            [[1.0, 2.0, 0.1], [3.0, 4.0, 0.2], [90.0, 90.0, 90.0]],
+            [[5.0, 6.0, 0.3], [7.0, 8.0, 0.4], [90.0, 90.0, 90.0]],
+        ]
+    )
+    x, head = torch.tensor([[[1.0], [2.0]], [[3.0], [4.0]]]), torch.tensor([[0.5, 1.0], [1.5, 2.0]])
+    found = confidence_logits(x, head, parameters, torch.tensor([False, True]))
+    expected = torch.tensor([[1 + 1 + 0.1, 6 + 4 + 0.2], [15 + 9 + 0.3, 28 + 16 + 0.4]])
+    torch.testing.assert_close(found, expected)
+    greedy = torch.tensor([[2.1, 10.2], [3 + 3 + 0.1, 12 + 8 + 0.2]])
+    torch.testing.assert_close(confidence_logits(x, head, parameters), greedy)
+    without = confidence_logits(x, None, parameters[..., [0, 2]])
+    torch.testing.assert_close(without, greedy - head * torch.tensor([2.0, 4.0]))
 
 
 # --- the confidence as it starts -----------------------------------------------------------------
@@ -277,6 +241,39 @@ def test_what_is_forgotten_returns_to_the_prior() -> None:
     assert learnt < -2.5 and forgotten > learnt + 1.0
 
 
+@pytest.mark.parametrize("head", [False, True])
+def test_rounds_are_learned_by_the_formula(head: bool) -> None:
+    """Against the module's formulas, observation by observation, with a dense x."""
+    world = World([0.7, 0.3] if head else [0.7], TRUTH[1], shift=(-0.2, 0.1))
+    fit, slopes = ConfidenceFit(GAMMA, head), F + head
+    prior, mean = fit._prior.copy(), fit._prior.copy()
+    a0 = fit._prior_precision.copy()
+    a = a0.copy()
+    for _ in range(5):
+        done = world.draw(8, windows=trimmed)
+        seen = []
+        for r in range(8):
+            for k in range(min(int(done["windows"][r]) - 1, int(done["accepted"][r]) + 1)):
+                inputs = list(done["evidence"][r, k]) + (
+                    [done["head_logits"][r, k]] if head else []
+                )
+                shifted = [*inputs, 1.0] if done["sampled"][r] else [0.0] * (slopes + 1)
+                position = [float(k == j) for j in range(GAMMA)]
+                x = np.array([*inputs, *shifted, *position])
+                seen.append((x, float(done["accepted"][r] > k), 1 / (1 + math.exp(-mean @ x))))
+        forgotten = 1 - math.exp(-len(seen) / module.MEMORY)
+        a = a + forgotten * (a0 - a) + sum(p * (1 - p) * np.outer(x, x) for x, _, p in seen)
+        gradient = sum((y - p) * x for x, y, p in seen) + forgotten * a0 @ (prior - mean)
+        step = np.linalg.solve(a, gradient)
+        mean = mean + step * min(1.0, module.MAX_STEP / max(abs(step @ x) for x, _, _ in seen))
+        fit.learn(**done)
+        found = fit.parameters()
+        expected = np.tile(np.append(mean[:slopes], 0.0), (2, GAMMA, 1))
+        expected[:, :, -1] = mean[-GAMMA:]
+        expected[1] += mean[slopes : 2 * slopes + 1]
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
 # --- robustness ----------------------------------------------------------------------------------
 
 
@@ -339,6 +336,30 @@ def test_one_round_moves_no_confidence_by_more_than_a_step() -> None:
         assert (after - before)[torch.from_numpy(reached)].abs().max() <= module.MAX_STEP + 1e-4
 
 
+def test_what_separates_perfectly_stays_bounded() -> None:
+    rng, fit = np.random.default_rng(7), ConfidenceFit(GAMMA, head=False)
+    for _ in range(300):
+        kept = rng.random((64, GAMMA)) < 0.5
+        accepted = kept.cumprod(axis=1).sum(axis=1)
+        x = np.where(kept, 0.1, -0.1)[:, :, None]
+        fit.learn(x, None, np.full(64, GAMMA + 1), accepted, np.zeros(64, dtype=bool))
+    assert fit.parameters()[0, 0, 0] == MAX_WEIGHT
+
+
+def test_a_huge_head_teaches_no_more_than_a_sure_one() -> None:
+    fits = [ConfidenceFit(GAMMA, head=True) for _ in range(2)]
+    for fit, size in zip(fits, (1e9, BOUND), strict=True):
+        for accepted in (0, 1, 0, GAMMA):
+            fit.learn(
+                np.zeros((4, GAMMA, F)),
+                np.full((4, GAMMA), size),
+                np.full(4, GAMMA + 1),
+                np.full(4, accepted),
+                np.zeros(4, dtype=bool),
+            )
+    assert np.array_equal(fits[0].parameters(), fits[1].parameters())
+
+
 def test_a_frozen_fit_learns_nothing() -> None:
     fit = ConfidenceFit(GAMMA, head=True, frozen=True)
     start = fit.parameters()
@@ -387,7 +408,3 @@ def test_it_is_calibrated_where_it_is_asked() -> None:
     for low in np.arange(0.1, 0.9, 0.1):
         inside = (predicted >= low) & (predicted < low + 0.1)
         assert happened[inside].mean() == pytest.approx(predicted[inside].mean(), abs=0.02)
-
-
-def test_names_are_the_columns() -> None:
-    assert len(NAMES) == F == evidence(torch.zeros(1, 4)).shape[-1]
