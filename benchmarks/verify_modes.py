@@ -1,6 +1,9 @@
 """Verify modes under load: no speculation, static, compact and fixed windows, side by side.
 
     python benchmarks/verify_modes.py
+    python benchmarks/verify_modes.py --arms none DFLASH "DFLASH compact" EAGLE3 "EAGLE3 compact"
+
+An arm is an algorithm and a mode, static if none is said; `window 3` is DSPARK with 3 tokens.
 
 All servers run SmolLM2-135M on the host platform and are up at the same time; they take turns, one
 loaded at a time, in alternating order. The load is a closed loop: as many clients as the
@@ -37,18 +40,29 @@ from sglang_dspark.recipe.prompts import PROMPTS
 from sglang_dspark.serving import Server
 
 RESULTS = Path(__file__).parent / "results" / "verify_modes.json"
-DRAFT = Path(sglang_dspark.__file__).parent / "drafts" / "smollm2-135m-dspark"
-SPECULATIVE = ["--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(DRAFT)]
+DRAFTS = Path(sglang_dspark.__file__).parent / "drafts"
+ALGORITHMS = ("DSPARK", "DFLASH", "EAGLE3")
+
+
+def speculative(algorithm: str, *more: str) -> list[str]:
+    draft = DRAFTS / f"smollm2-135m-{algorithm.lower()}"
+    flags = ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", str(draft)]
+    return [*flags, *more]
+
+
 ARMS = {
     "none": [],
-    "static": SPECULATIVE,
-    "compact": [*SPECULATIVE, "--speculative-verify-mode", "compact"],
-    "window 2": [*SPECULATIVE, "--speculative-num-draft-tokens", "2"],
-    "window 3": [*SPECULATIVE, "--speculative-num-draft-tokens", "3"],
-    "window 4": [*SPECULATIVE, "--speculative-num-draft-tokens", "4"],
+    **{algorithm: speculative(algorithm) for algorithm in ALGORITHMS},
+    **{
+        f"{algorithm} compact": speculative(algorithm, "--speculative-verify-mode", "compact")
+        for algorithm in ALGORITHMS
+    },
+    **{
+        f"window {tokens}": speculative("DSPARK", "--speculative-num-draft-tokens", str(tokens))
+        for tokens in (2, 3, 4)
+    },
 }
-CAP_ACCEPT = [*SPECULATIVE, "--speculative-verify-mode", "cap-accept"]
-MAIN_ARMS = ("none", "static", "compact")
+CAP_ACCEPT = speculative("DSPARK", "--speculative-verify-mode", "cap-accept")
 KINDS = {"low": ("chat", "prose"), "high": ("maths", "code")}
 
 
@@ -79,13 +93,13 @@ def main(argv: list[str] | None = None) -> None:
                 load(server, prompts["mix"], concurrency, args, seed=0)
         for repeat in range(1, args.repeats + 1):
             for kind in ("low", "high", "mix"):
-                arms = [name for name in servers if kind == "mix" or name in MAIN_ARMS]
+                arms = [n for n in servers if kind == "mix" or not n.startswith("window")]
                 for concurrency in args.concurrency:
                     for name in arms if repeat % 2 else reversed(arms):
                         run = measure(servers[name], name, kind, prompts, concurrency, args, repeat)
                         runs.append(run)
                         print(summary(run), file=sys.stderr, flush=True)
-        table = table_of(servers["compact"]) if "compact" in servers else ""
+        tables = {n: table_of(s) for n, s in servers.items() if n.endswith("compact")}
     if not args.skip_cap_accept:
         with tempfile.TemporaryDirectory() as logs:
             with start(model, CAP_ACCEPT, Path(logs) / "cap", args) as server:
@@ -98,16 +112,16 @@ def main(argv: list[str] | None = None) -> None:
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "machine": describe_machine(),
         "versions": versions(),
-        "model": "SmolLM2-135M-Instruct, bfloat16, draft smollm2-135m-dspark",
+        "model": "SmolLM2-135M-Instruct, bfloat16, drafts smollm2-135m-*",
         "workload": {
             "output_tokens": f"{args.output_tokens // 2} to {args.output_tokens * 3 // 2}",
             "requests_per_run": f"{args.waves} times the concurrency, at least 3",
             "repeats": args.repeats,
             "temperature": 0,
         },
-        "cost_table": table,
+        "cost_tables": tables,
         "medians": medians(runs),
-        "checks": checks(runs),
+        "checks": {name: checks(runs, name) for name in ALGORITHMS if f"{name} compact" in tables},
         "utilisation_of_cap_accept_on_the_mix": utilisation,
         "runs": [asdict(run) for run in runs],
     }
@@ -119,7 +133,8 @@ def main(argv: list[str] | None = None) -> None:
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    default = ["none", "DSPARK", "DSPARK compact", "window 2", "window 3"]
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=default)
     parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--repeats", type=int, default=3, help="at least 3 for a result")
     parser.add_argument("--waves", type=float, default=1.0, help="requests for each client")
@@ -220,34 +235,35 @@ def medians(runs: list[Run]) -> list[dict[str, Any]]:
     ]
 
 
-def checks(runs: list[Run]) -> dict[str, Any]:
-    """The figures that the modes are judged by."""
+def checks(runs: list[Run], algorithm: str) -> dict[str, Any]:
+    """The figures that an algorithm's modes are judged by."""
+    static, compact = algorithm, f"{algorithm} compact"
     speed = {(r["kind"], r["concurrency"], r["arm"]): r["tokens_per_s"] for r in medians(runs)}
     kinds, sizes = {k for k, _, _ in speed}, sorted({c for _, c, _ in speed})
     best = {
         f"{kind}, {c}": round(
-            speed[kind, c, "compact"] / max(speed[kind, c, "none"], speed[kind, c, "static"]), 3
+            speed[kind, c, compact] / max(speed[kind, c, "none"], speed[kind, c, static]), 3
         )
         for kind in sorted(kinds)
         for c in sizes
     }
-    fixed = [arm for arm in ARMS if arm.startswith("window")] + ["static"]
+    fixed = [arm for arm in ARMS if arm.startswith("window")] + [static]
     windows = {
         str(c): round(
-            speed["mix", c, "compact"]
+            speed["mix", c, compact]
             / max(speed["mix", c, arm] for arm in fixed if ("mix", c, arm) in speed),
             3,
         )
         for c in sizes
     }
-    compact = [run.record for run in runs if run.arm == "compact" and run.record is not None]
-    verified = sum(record["verified"] for record in compact)
-    computed = sum(record["computed"] for record in compact)
-    errors = [error for record in compact for error in record["step_errors"]]
+    records = [run.record for run in runs if run.arm == compact and run.record is not None]
+    verified = sum(record["verified"] for record in records)
+    computed = sum(record["computed"] for record in records)
+    errors = [error for record in records for error in record["step_errors"]]
     return {
         "compact_over_best_of_none_and_static": best,
         "compact_over_static_at_highest_concurrency_low": round(
-            speed["low", sizes[-1], "compact"] / speed["low", sizes[-1], "static"], 3
+            speed["low", sizes[-1], compact] / speed["low", sizes[-1], static], 3
         ),
         "compact_over_best_fixed_window_on_the_mix": windows,
         "padding_of_verify_tokens": round(1 - verified / computed, 4),
@@ -258,7 +274,7 @@ def checks(runs: list[Run]) -> dict[str, Any]:
 def summary(run: Run) -> str:
     record = "" if run.record is None else f" accept length {run.record['accept_length']:.2f}"
     return (
-        f"{run.arm:9} {run.kind:5} {run.concurrency:3} {run.tokens_per_s:8.1f} tokens/s"
+        f"{run.arm:14} {run.kind:5} {run.concurrency:3} {run.tokens_per_s:8.1f} tokens/s"
         f" {run.user_tokens_per_s:6.1f} a user{record}"
     )
 
@@ -266,7 +282,7 @@ def summary(run: Run) -> str:
 def print_tables(report: dict[str, Any]) -> None:
     for row in report["medians"]:
         print(
-            f"{row['kind']:5} {row['concurrency']:3} {row['arm']:9} {row['tokens_per_s']:8.1f} "
+            f"{row['kind']:5} {row['concurrency']:3} {row['arm']:14} {row['tokens_per_s']:8.1f} "
             f"{row['user_tokens_per_s']:8.1f}"
         )
     print(json.dumps(report["checks"], indent=1))
@@ -290,7 +306,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
                     [r["user_tokens_per_s"] for r in points],
                     [r["tokens_per_s"] for r in points],
                     marker="o",
-                    linewidth=2 if arm == "compact" else 1,
+                    linewidth=2 if arm.endswith("compact") else 1,
                     label=arm,
                 )
         axis.set(title=kind, xlabel="tokens/s of one user", ylabel="tokens/s of all")

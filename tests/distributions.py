@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 import torch
 from scipy import stats
+
+from sglang_dspark.serving import Server
 
 FALSE_ALARM = 1e-5  # probability that a right sampler fails one such test, were the seed not fixed
 
@@ -56,6 +60,29 @@ def joint(tables: torch.Tensor, first: torch.Tensor, length: int) -> dict[tuple[
                     grown[(*prefix, token)] = probability * p
         outcomes = grown
     return outcomes
+
+
+@torch.inference_mode()
+def three_tokens(model: Any, prompt: list[int], vocab: int) -> dict[tuple[int, ...], float]:
+    """Exact joint distribution of three tokens behind a prompt; model: of transformers."""
+    pairs = list(itertools.product(range(vocab), repeat=2))
+    batch = torch.tensor([[*prompt, a, b] for a, b in pairs])
+    rows = model(batch).logits[:, len(prompt) - 1 :].double().softmax(-1)
+    return {
+        (a, b, c): float(rows[i, 0, a] * rows[i, 1, b] * rows[i, 2, c])
+        for i, (a, b) in enumerate(pairs)
+        for c in range(vocab)
+    }
+
+
+def sample_three(
+    server: Server, prompt: list[int], count: int, **params: Any
+) -> list[tuple[int, ...]]:
+    """Three tokens from each of `count` requests; they ask for more, so that no window is cut."""
+    sampling = {"max_new_tokens": 4, "ignore_eos": True, **params}
+    payload = {"input_ids": [prompt] * count, "sampling_params": sampling}
+    answers = server.post("/generate", payload, timeout_s=600)
+    return [tuple(answer["output_ids"][:3]) for answer in answers]
 
 
 def mutant(module: ModuleType, old: str, new: str) -> ModuleType:

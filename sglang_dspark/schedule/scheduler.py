@@ -22,7 +22,7 @@ Ints = npt.NDArray[np.int64]
 
 # After a round without a draft the confidences are those of before: look again after so many
 # (twice as many each time). The same for the far end of blocks that are drafted in part.
-FIRST_PROBE, LAST_PROBE = 16, 64
+FIRST_PROBE, LAST_PROBE = 16, 128
 # Weight of a new observation in running means: the last 20 rounds or so count.
 NEWS = 0.05
 # The same for accepted tokens, which differ between kinds of text: the last 10 rounds or so.
