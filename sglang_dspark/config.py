@@ -20,6 +20,7 @@ from sglang_dspark import flags
 from sglang_dspark.drafters.checkpoints import (
     DraftCheckpoint,
     check_algorithm,
+    check_ranks,
     check_weights,
     read_checkpoint,
 )
@@ -187,6 +188,7 @@ def resolve(args: Any, target: TargetModel, environ: Mapping[str, str] = os.envi
     check_algorithm(draft, algorithm)
     draft.check_fits(target)
     check_weights(draft)
+    check_ranks(draft, getattr(args, "tp_size", 1) or 1)
     gamma = resolve_gamma(args, draft)
     _check_variables(mode, environ)
     schedule = _schedule(args, environ, gamma) if mode.schedules else ScheduleConfig()

@@ -12,7 +12,12 @@ from safetensors.torch import load_file, save_file
 
 import layouts
 from layout_shapes import edit
-from sglang_dspark.drafters.checkpoints import check_weights, read_checkpoint, weight_shapes
+from sglang_dspark.drafters.checkpoints import (
+    check_ranks,
+    check_weights,
+    read_checkpoint,
+    weight_shapes,
+)
 from sglang_dspark.errors import ConfigError
 
 
@@ -419,3 +424,12 @@ def test_config_json_is_checked_first(tmp_path):
     assert "architectures is 'DFlashDraftModel'" in error(tmp_path)
     (tmp_path / "config.json").unlink()
     assert f"--draft {tmp_path}: holds no config.json" in error(tmp_path)
+
+
+def test_ranks_that_a_draft_cannot_be_split_over(tmp_path):
+    draft = read_checkpoint(str(layouts.write_specforge_eagle3(tmp_path / "d")), flag="--draft")
+    for ranks in (1, 2, 4):  # 4 heads, 2 KV heads, 96 wide
+        check_ranks(draft, ranks)
+    for ranks, name in ((3, "num_attention_heads is 4"), (8, "num_attention_heads is 4")):
+        with pytest.raises(ConfigError, match=rf"--tp-size is {ranks}, .*{name}"):
+            check_ranks(draft, ranks)

@@ -85,6 +85,24 @@ def local_folder(path: str, flag: str) -> Path:
     raise ConfigError(f"{flag} is {path!r}: no such folder")
 
 
+def check_ranks(checkpoint: DraftCheckpoint, ranks: int) -> None:
+    """Raise `ConfigError` unless our own layers can be split over so many tensor-parallel ranks."""
+    draft = checkpoint
+    if not (draft.chain or draft.style == "gemma4"):
+        return  # SGLang's layers, which know for themselves
+    kv = draft.num_kv_heads
+    for name, count, splits in (
+        ("num_attention_heads", draft.num_heads, draft.num_heads % ranks == 0),
+        ("num_key_value_heads", kv, kv % ranks == 0 or ranks % kv == 0),
+        ("intermediate_size", draft.intermediate_size, draft.intermediate_size % ranks == 0),
+    ):
+        if not splits:
+            raise ConfigError(
+                f"--tp-size is {ranks}, but {draft.path}/config.json: {name} is {count}, which "
+                "cannot be split over so many ranks"
+            )
+
+
 def check_algorithm(checkpoint: DraftCheckpoint, asked: str) -> None:
     """Raise `ConfigError` if a draft is asked to be served as what it is not."""
     if asked.upper() != checkpoint.algorithm:
