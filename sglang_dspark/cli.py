@@ -56,7 +56,7 @@ def _add_demo(commands: Commands) -> None:
     parser = commands.add_parser(
         "demo",
         help="one prompt on a real SGLang server, with speculation and without",
-        description="Serve SmolLM2-135M-Instruct with SGLang, with DSPARK speculation and then "
+        description="Serve SmolLM2-135M-Instruct with SGLang, with speculation and then "
         "without; answer one prompt on both, and compare their speed and their tokens.",
     )
     parser.add_argument("--prompt", default=DEFAULT_PROMPT, help="default: %(default)r")
@@ -82,7 +82,10 @@ def _add_demo(commands: Commands) -> None:
         "and a tie may fall differently when several tokens are computed at once)",
     )
     parser.add_argument(
-        "--draft", type=Path, metavar="PATH", help="draft checkpoint (default: the shipped one)"
+        "--draft",
+        type=Path,
+        metavar="PATH",
+        help="draft checkpoint, whose algorithm is served (default: the shipped DSPARK one)",
     )
     parser.add_argument(
         "--gamma",

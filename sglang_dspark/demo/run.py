@@ -28,14 +28,15 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from sglang_dspark import __version__, config, gamma
+from sglang_dspark import __version__, config
 from sglang_dspark.demo.model import DemoModelError, prepare_demo_model
 from sglang_dspark.demo.result import DemoResult, Measurement, Repetition
+from sglang_dspark.drafters.checkpoints import read_checkpoint
 from sglang_dspark.errors import ConfigError
+from sglang_dspark.gamma import BLOCK_SIZE
 from sglang_dspark.serving import Server, ServerError
 
 SHIPPED_DRAFT = Path(__file__).parents[1] / "drafts" / "smollm2-135m-dspark"
-ALGORITHM = config.Algorithm.DSPARK
 WARMUP_PROMPT = "Count from one to ten."
 WARMUP_TOKENS = 16
 
@@ -121,11 +122,11 @@ def run_demo(options: DemoOptions, console: Console, logs: Path) -> DemoResult:
     if not torch.cuda.is_available():
         common += ["--device", "cpu"]
     drafting = [
-        *("--speculative-algorithm", ALGORITHM.value),
+        *("--speculative-algorithm", str(spec.algorithm)),
         *("--speculative-draft-model-path", str(draft)),
     ]
     if options.gamma is not None:
-        drafting += [gamma.BLOCK_SIZE.name, str(options.gamma)]
+        drafting += [BLOCK_SIZE.name, str(options.gamma)]
     console.rule(f"1 of 2: {spec.algorithm} ({spec.mode}), {spec.gamma} drafts a round")
     speculative = measure([*common, *drafting], conversation, logs / "speculative.log", console)
     console.rule("2 of 2: the same server without speculation")
@@ -151,8 +152,9 @@ def run_demo(options: DemoOptions, console: Console, logs: Path) -> DemoResult:
 def check_pair(target: Path, draft: Path, gamma: int | None) -> config.SpecConfig:
     """What the server will resolve from our flags; raises `ConfigError` before one is started."""
     model = json.loads((target / "config.json").read_text())
+    algorithm = read_checkpoint(str(draft), flag="--draft").algorithm
     args = SimpleNamespace(
-        speculative_algorithm=ALGORITHM,
+        speculative_algorithm=algorithm,
         speculative_num_steps=None,
         speculative_eagle_topk=None,
         speculative_draft_model_path=str(draft),
