@@ -1,9 +1,9 @@
-"""The functions of SGLang that must differ on the host platform.
-
-Both launch Triton kernels with no platform seam in 0.5.23 (`is_cpu()` is False here).
-"""
+"""The functions of SGLang that must differ on the host platform and have no platform seam."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -60,12 +60,72 @@ def window_slots(
     return slots[columns < end_offset.unsqueeze(1)]
 
 
+def softcap(logits: torch.Tensor, cap: float) -> torch.Tensor:
+    """Limits logits softly to +-cap, in place, as Gemma does it."""
+    return logits.div_(cap).tanh_().mul_(cap)
+
+
+def keep_heads(original: Callable[..., Any], model_config: Any, *args: Any) -> Any:
+    """SGLang's padding of a model for tensor parallelism on a CPU, of its MLPs alone.
+
+    It pads KV heads that are fewer than the ranks too, and then cannot load them: unless is_cpu(),
+    such heads are there on several ranks instead, as on any other device.
+    """
+    of_full = ("num_attention_heads", "num_key_value_heads")
+    names = (*of_full, *(f"swa_{name}" for name in of_full))
+    places = (model_config, model_config.hf_config, model_config.hf_text_config)
+    before = [(at, name, getattr(at, name)) for at in places for name in names if hasattr(at, name)]
+    padded = original(model_config, *args)
+    for at, name, value in before:
+        setattr(at, name, value)
+    return padded
+
+
+def adjust_for_model(original: Callable[[Any], None], server_args: Any) -> None:
+    """SGLang's adjustments for a model, with our backend under the name of its own CPU backend.
+
+    For Gemma 4 they end with a list of the backends that are known to serve it.
+    """
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+
+    from sglang_dspark.host.platform import BACKEND
+
+    view = resolving_view(server_args)
+    names = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+    ours = [name for name in names if getattr(view, name) == BACKEND]
+    if not ours or "Gemma4" not in model_config_of(server_args).hf_config.architectures[0]:
+        original(server_args)
+        return
+    declare_resolution(server_args, "sglang_dspark", **dict.fromkeys(ours, "intel_amx"))
+    original(server_args)
+    declare_resolution(server_args, "sglang_dspark", **dict.fromkeys(ours, BACKEND))
+
+
 HOST_HOOKS: tuple[Hook, ...] = (
+    Hook(
+        "sglang.kernels.ops.activation.softcap.softcap_inplace_logits",
+        "REPLACE",
+        softcap,
+        "launches a Triton kernel unless is_cpu(); every forward of a model that caps its logits",
+    ),
+    Hook(
+        "sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments",
+        "AROUND",
+        adjust_for_model,
+        "refuses Gemma 4 on an attention backend that SGLang does not know by name",
+    ),
+    Hook(
+        "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp",
+        "AROUND",
+        keep_heads,
+        "pads KV heads for --tp on device cpu, but can load them only if is_cpu()",
+    ),
     Hook(
         "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func",
         "REPLACE",
         write_req_to_token,
-        "launches a Triton kernel unless is_cpu(); runs in every speculative decode step",
+        "launches a Triton kernel unless is_cpu(), which is False here; every speculative step",
     ),
     Hook(
         "sglang.srt.mem_cache.allocation.get_last_loc",

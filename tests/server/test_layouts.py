@@ -3,7 +3,8 @@
 Micro drafts with random weights for a Qwen3 target with random weights. The vocabulary is so small
 that drafts are right by chance now and then: one wrong layer, position, norm or token map changes
 which, and with it the sequence of accept lengths. What a layout means is written down here again
-(see `draft_reference`), so that a reader's misunderstanding shows.
+(see `draft_reference`), so that a reader's misunderstanding shows. Gemma 4's drafts and target know
+the order of the tokens, which their layers tell only if they are right (`gemma4`).
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+import gemma4
+import gemma4_reference
 import layouts
 import reference
 from distributions import FALSE_ALARM, g_test, sample_three, three_tokens
-from draft_reference import BlockDraft, ChainDraft, Draft, speculate
+from draft_reference import BlockDraft, ChainDraft, speculate
 from servers import MICRO, generate, generate_all, info, serve, speculative, tell
 from sglang_dspark.serving import Server
 
@@ -37,14 +40,27 @@ CHAIN = partial(ChainDraft, gamma=7)
 @dataclass(frozen=True)
 class Layout:
     """write: makes the checkpoint. algorithm: to be asked for. features: outputs of these layers
-    of the target. draft: the reference."""
+    of the target. draft: the reference. vocab: tokens that prompts are made of."""
 
     write: Callable[..., Path]
     algorithm: str
     features: tuple[int, ...]
-    draft: Callable[..., Draft]
+    draft: Callable[..., Any]
     changes: dict[str, Any] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
+    vocab: int = MASK
+
+    def prompts(self) -> list[list[int]]:
+        wide = [(5 * i * i + i) % self.vocab for i in range(24)]
+        return [[3], [1, 4, 2, 3, 0, 4, 1, 4, 2, 1], wide]
+
+
+def _gemma4(kind: str, algorithm: str) -> Layout:
+    def draft(folder: Path, target: Any, features: tuple[int, ...]) -> Any:
+        return gemma4_reference.load(folder, target.get_input_embeddings().weight.detach())
+
+    write = partial(gemma4.write_draft, kind=kind, order=True)
+    return Layout(write, algorithm, gemma4.FEATURES, draft, vocab=gemma4.MASK)
 
 
 _SPECULATORS = {"transformer_layer_config": SMALL, "draft_vocab_size": 4, "mask_token_id": MASK}
@@ -69,14 +85,6 @@ LAYOUTS = {
         partial(CHAIN, first_layer="midlayer.", norms="each"),
         {**SMALL, "draft_vocab_size": 4, "fc_norm": True},
         ("--speculative-num-steps", "7"),
-    ),
-    "SGLang EAGLE3, two layers": Layout(
-        layouts.write_sglang_eagle3,
-        "EAGLE3",
-        (0, 2, 5),
-        partial(CHAIN, num_layers=2, later_norm="hidden_norm"),
-        {**SMALL, "draft_vocab_size": 4},
-        ("--speculative-num-draft-tokens", "8"),
     ),
     # vLLM's numbers say what goes into a layer: 1, 3, 6 are the outputs of 0, 2, 5.
     "speculators eagle3": Layout(
@@ -107,13 +115,21 @@ LAYOUTS = {
         partial(BLOCK, markov="rnn"),
         _SPECULATORS,
     ),
+    "DeepSpec DSpark, Gemma 4": _gemma4("dspark", "DSPARK"),
+    "DeepSpec DFlash, Gemma 4": _gemma4("dflash", "DFLASH"),
+    "DeepSpec Eagle3, Gemma 4": _gemma4("eagle3", "EAGLE3"),
 }
-PROMPTS = [[3], [1, 4, 2, 3, 0, 4, 1, 4, 2, 1], [(5 * i * i + i) % MASK for i in range(24)]]
 LENGTH = 32
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Qwen3's kind and Gemma 4's."""
+    gemma = gemma4.write_target(tmp_path_factory.mktemp("gemma4") / "target", order=True)
+    return {"qwen3": qwen3_target(tmp_path_factory.mktemp("qwen3")), "gemma4": gemma}
+
+
+def qwen3_target(folder: Path) -> Path:
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCAB,
@@ -134,7 +150,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for weight in model.parameters():
             if weight.dim() > 1:
                 weight.normal_(0.0, 0.2)
-    folder = tmp_path_factory.mktemp("target")
     model.save_pretrained(folder)
     return folder
 
@@ -149,17 +164,20 @@ def strengthen(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=str)
-def served(request, target, tmp_path_factory):
+def served(request, targets, tmp_path_factory):
     layout = LAYOUTS[request.param]
     folder = tmp_path_factory.mktemp("draft")
-    draft = strengthen(layout.write(folder / "checkpoint", **layout.changes))
+    draft = layout.write(folder / "checkpoint", **layout.changes)
+    target = targets["gemma4" if "Gemma 4" in request.param else "qwen3"]
+    if target is targets["qwen3"]:
+        strengthen(draft)
     args = [
         *speculative(draft, *layout.flags, algorithm=layout.algorithm),
         *("--speculative-verify-mode", "compact"),
         *("--max-running-requests", "8"),
     ]
     with serve(target, [*MICRO, *args], folder / "log", XDG_CACHE_HOME=str(folder)) as server:
-        yield server, layout, draft
+        yield server, layout, draft, reference.load_target(target)
 
 
 def rounds(server: Server, prompt: list[int]) -> tuple[list[int], list[int]]:
@@ -169,13 +187,12 @@ def rounds(server: Server, prompt: list[int]) -> tuple[list[int], list[int]]:
     return tokens, [batch[0] for batch in info(server)["accept_lens"]]
 
 
-def test_every_round_proposes_what_plain_pytorch_proposes(served, target):
-    server, layout, draft = served
-    model = reference.load_target(target)
+def test_every_round_proposes_what_plain_pytorch_proposes(served):
+    server, layout, draft, model = served
     plain = layout.draft(folder=draft, target=model, features=layout.features)
     tell(server, dspark_force_budget_frac=1.0)
     accepted = 0
-    for prompt in PROMPTS:
+    for prompt in layout.prompts():
         tokens, accept_lens = rounds(server, prompt)
         wanted, wanted_lens = speculate(model, plain.propose, layout.features, prompt, LENGTH)
         assert tokens == wanted
@@ -184,11 +201,10 @@ def test_every_round_proposes_what_plain_pytorch_proposes(served, target):
     assert accepted >= 3, "a draft that is never right by chance proves little"
 
 
-def test_batches_of_trimmed_windows_equal_the_target_alone(served, target):
-    server, _, _ = served
-    model = reference.load_target(target)
+def test_batches_of_trimmed_windows_equal_the_target_alone(served):
+    server, layout, _, model = served
     tell(server, dspark_force_budget_frac=0.5)
-    requests = [(prompt, LENGTH - i) for i, prompt in enumerate([*PROMPTS, *PROMPTS])]
+    requests = [(prompt, LENGTH - i) for i, prompt in enumerate(2 * layout.prompts())]
     wanted = [reference.greedy(model, *request) for request in requests]
     assert generate_all(server, requests, 4) == wanted
 
@@ -197,10 +213,11 @@ def test_batches_of_trimmed_windows_equal_the_target_alone(served, target):
 @pytest.mark.parametrize(
     "served", ["SpecForge EAGLE3", "speculators dspark", "z-lab DFlash"], indirect=True
 )
-def test_sampled_tokens_follow_the_targets_distribution(served, target):
+def test_sampled_tokens_follow_the_targets_distribution(served):
     """Temperature 1, three tokens of 2,000 requests, half of the budget, batches of 8."""
-    server, _, _ = served
+    server, layout, _, model = served
+    prompt = layout.prompts()[1]
     tell(server, dspark_clear_info_records=True, dspark_force_budget_frac=0.5)
-    p = three_tokens(reference.load_target(target), PROMPTS[1], VOCAB)
-    assert g_test(sample_three(server, PROMPTS[1], 2000, temperature=1.0), p) > FALSE_ALARM
+    p = three_tokens(model, prompt, VOCAB)
+    assert g_test(sample_three(server, prompt, 2000, temperature=1.0), p) > FALSE_ALARM
     assert 1.05 < info(server)["accept_length"] < 4.0, "acceptance and rejection have to happen"

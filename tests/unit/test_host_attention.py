@@ -260,6 +260,20 @@ def test_sliding_window_pool_has_slots_of_its_own() -> None:
     assert torch.equal(out, expected)
 
 
+def test_layers_whose_heads_differ_in_number_and_size_share_their_memory() -> None:
+    # As in Gemma 4: full layers have fewer, wider KV heads than sliding ones, and other slots.
+    lens = [1, 3, 1, 2], [40, 9, 3, 25]
+    sliding = make_batch(*lens, heads=4, kv_heads=2, dim=16)
+    full = make_batch(*lens, heads=4, kv_heads=1, dim=32)
+    plan, workspace, kind = sliding.plan(), Workspace(), Kind(True, 7, False)
+    full.req_to_token, full.requests = sliding.req_to_token, sliding.requests
+    full.k_cache, full.v_cache = (cache.nan_to_num() for cache in (full.k_cache, full.v_cache))
+    for _ in range(2):
+        for batch, layer in ((sliding, kind), (full, CAUSAL)):
+            out = attend(batch.q, batch.k_cache, batch.v_cache, plan, layer, workspace, scale=0.3)
+            assert torch.equal(out, batch.attend(layer))
+
+
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (4, 1), (14, 2), (9, 3)])
 def test_query_heads_share_their_kv_head(heads: int, kv_heads: int) -> None:
     assert_matches(make_batch([1, 4, 40], [17, 30, 90], heads=heads, kv_heads=kv_heads, dim=32))

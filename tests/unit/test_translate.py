@@ -51,7 +51,8 @@ def test_a_translated_folder_is_the_same_draft(name, tmp_path):
     assert weight_shapes(folder) == weight_shapes(draft.path)
 
     config = AutoConfig.from_pretrained(folder)
-    assert config.architectures == ["SparkChainDraft" if draft.chain else "SparkBlockDraft"]
+    block = "SparkGemma4BlockDraft" if draft.style == "gemma4" else "SparkBlockDraft"
+    assert config.architectures == ["SparkChainDraft" if draft.chain else block]
     assert DraftCheckpoint.from_dict(config.sglang_dspark) == draft
     assert (config.head_dim, config.num_key_value_heads) == (draft.head_dim, draft.num_kv_heads)
     assert config.num_hidden_layers == draft.num_layers == len(config.layer_types)
