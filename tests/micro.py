@@ -19,6 +19,7 @@ distance D is sum_i cos((D - d) theta_i), which peaks at D = d.
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,11 @@ ROPE_THETA = 100.0
 CONSTANT = VOCAB  # the hidden dimension that is the same for every token
 TARGET_LAYERS = 4
 SHARPNESS = 400.0  # gap between the wanted distance and its neighbours, in attention logits
+# Sixteen requests: prompt and output lengths around pages of 16 and chunks of 32 and 64 tokens.
+LENGTHS = [
+    *[(1, 40), (2, 1), (5, 2), (17, 3), (40, 7), (64, 8), (65, 9), (100, 15)],
+    *[(333, 33), (600, 20), (16, 64), (31, 65), (8, 50), (3, 120), (100, 40), (100, 20)],
+]
 
 
 def write_oracle(
@@ -119,6 +125,17 @@ def continuation(prompt: list[int], length: int, distance: int = GAMMA) -> list[
     for _ in range(length):
         tokens.append((tokens[-1 - distance] + 1) % VOCAB)
     return tokens[len(prompt) :]
+
+
+def requests() -> list[tuple[list[int], int]]:
+    """Random prompts of LENGTHS, and how many tokens each is to get; the last two share a prefix.
+
+    Tokens stay below the mask token, or a mask would be right by chance.
+    """
+    rng = random.Random(0)
+    tokens = [[rng.randrange(MASK) for _ in range(n)] for n, _ in LENGTHS]
+    tokens[-1][:90] = tokens[-2][:90]
+    return [(prompt, length) for prompt, (_, length) in zip(tokens, LENGTHS, strict=True)]
 
 
 def _target_config(vocab: int) -> LlamaConfig:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -10,10 +12,15 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
+import micro
+import reference
 from sglang_dspark.serving import Server
 
 COMMON = ["--dtype", "float32", "--skip-server-warmup", "--enable-metrics"]
@@ -31,7 +38,12 @@ def speculative(draft: Path, *more: str, algorithm: str = "DSPARK") -> list[str]
 @contextmanager
 def serve(target: Path, args: Sequence[str], log: Path, **environ: str) -> Iterator[Server]:
     with Server(["--model-path", str(target), *args], log=log, environ=environ) as server:
-        yield server
+        try:
+            yield server
+        finally:
+            # SGLang takes seconds to end by itself; test_demo.py sees to that.
+            with suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGKILL)
 
 
 def generate(
@@ -58,10 +70,44 @@ def generate_all(
         return [future.result()["output_ids"] for future in futures]
 
 
+def tell(server: Server, **state: Any) -> None:
+    """Change the state of a running server; SGLang says whether it did."""
+    assert server.post("/set_internal_state", {"server_args": state}) == [True]
+
+
+def run_alone(server: Server, prompt: list[int], length: int) -> tuple[list[int], dict[str, Any]]:
+    """Output of one request alone, and the worker's records of its rounds."""
+    tell(server, dspark_clear_info_records=True)
+    tokens = generate(server, prompt, length)["output_ids"]
+    return tokens, info(server)
+
+
 def info(server: Server) -> dict[str, Any]:
     """What the worker says of its rounds in /server_info."""
     said: dict[str, Any] = server.get("/server_info")["internal_states"][0]["dspark_info_record"]
     return said
+
+
+def assert_rounds_equal_the_loop(
+    server: Server, target: Path, draft: Path, gamma: int = micro.GAMMA
+) -> None:
+    """Tokens, accept lengths and confidences of requests alone are those of plain PyTorch."""
+    model = reference.load_target(target)
+    generator = torch.Generator().manual_seed(1)
+    for prompt_length, length in ((1, 20), (10, 60), (50, 60)):
+        prompt = torch.randint(micro.MASK, (prompt_length,), generator=generator).tolist()
+        expected = reference.speculate(model, draft, prompt, length, gamma)
+        tokens, record = run_alone(server, prompt, length)
+        accept_lens = [batch[0] for batch in record["accept_lens"]]
+        assert len(set(expected.accept_lens)) > 1, "a constant would prove little"
+        assert tokens == expected.tokens
+        assert accept_lens[: len(expected.accept_lens)] == expected.accept_lens
+        # Under overlap one more round may run before the end is noticed.
+        assert len(accept_lens) <= len(expected.accept_lens) + 1
+        # The last rounds' survivals are kept; the newest may be of a round too many.
+        kept = [batch[0] for batch in record["confidences"]]
+        last = expected.confidences[-1].sigmoid().cumprod(dim=0).tolist()
+        assert any(survivals == pytest.approx(last, abs=1e-3) for survivals in kept[-3:])
 
 
 def launch(target: Path, *args: str) -> subprocess.CompletedProcess[str]:

@@ -5,9 +5,11 @@ Everything that needs a tokenizer is here: chat completions, stop strings, gramm
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 import reference
@@ -30,7 +32,7 @@ QUESTIONS = [
     "Translate to French: good morning, my friend.",
 ]
 # Output lengths; the sum is what the test costs.
-LENGTHS = [1, 2, 3, 5, 8, 13, 21, 34, 10, 20, 30, 40, 50, 60, 70, 600]
+LENGTHS = [1, 2, 60, 34, 5, 13, 21, 8]
 
 
 @pytest.fixture(scope="module")
@@ -47,16 +49,16 @@ def tokenizer(target):
 def requests(tokenizer) -> list[tuple[list[int], int]]:
     chats = [
         tokenizer.apply_chat_template(
-            [{"role": "user", "content": QUESTIONS[i % len(QUESTIONS)]}],
+            [{"role": "user", "content": question}],
             add_generation_prompt=True,
             return_dict=False,
         )
-        for i in range(len(LENGTHS))
+        for question in QUESTIONS
     ]
     return list(zip(chats, LENGTHS, strict=True))
 
 
-def ask(server, **changes) -> dict:
+def ask(server, changes: dict) -> dict:
     payload = {
         "model": "default",
         "messages": [{"role": "user", "content": QUESTIONS[5]}],
@@ -65,6 +67,13 @@ def ask(server, **changes) -> dict:
         **changes,
     }
     return server.post("/v1/chat/completions", payload)["choices"][0]
+
+
+def ask_all(server) -> dict[str, dict]:
+    """All chats in one batch."""
+    with ThreadPoolExecutor(len(CHATS)) as pool:
+        answers = pool.map(lambda changes: ask(server, changes), CHATS.values())
+        return dict(zip(CHATS, answers, strict=True))
 
 
 CHATS = {
@@ -100,7 +109,7 @@ def expected(target, requests, tmp_path_factory):
     with serve(target, [*COMMON, "--disable-overlap-schedule"], log) as server:
         return {
             "tokens": generate_all(server, requests, 8),
-            "chats": {name: ask(server, **changes) for name, changes in CHATS.items()},
+            "chats": ask_all(server),
         }
 
 
@@ -111,13 +120,21 @@ def server(target, tmp_path_factory):
         yield server
 
 
+@pytest.fixture(scope="module")
+def answers(server):
+    return ask_all(server)
+
+
+@torch.inference_mode()
 def test_baseline_is_transformers_own_greedy(target, requests, expected):
+    """Every token is the argmax behind all before it; cheaper than to generate again."""
     model = reference.load_target(target)
-    for i in (4, 5, 6, 9):
-        assert expected["tokens"][i] == reference.greedy(model, *requests[i])
+    for (prompt, _), output in zip(requests, expected["tokens"], strict=True):
+        logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
+        assert logits.argmax(dim=-1).tolist() == output
 
 
-def test_sixteen_requests_equal_no_speculation(server, requests, expected):
+def test_eight_requests_equal_no_speculation(server, requests, expected):
     assert generate_all(server, requests, 8) == expected["tokens"]
     assert_no_leak(server)
 
@@ -128,12 +145,12 @@ def test_the_shipped_draft_helps_on_the_demos_prompt(server, tokenizer):
         add_generation_prompt=True,
         return_dict=False,
     )
-    meta = generate(server, prompt, 100)["meta_info"]
+    meta = generate(server, prompt, 60)["meta_info"]
     assert meta["spec_accept_length"] > 1.3
 
 
 @pytest.mark.parametrize("name", CHATS)
-def test_chat_completions(server, expected, name):
-    answer = ask(server, **CHATS[name])
-    assert answer["message"]["content"] == expected["chats"][name]["message"]["content"]
-    assert answer["finish_reason"] == expected["chats"][name]["finish_reason"]
+def test_chat_completions(answers, expected, name):
+    answer, wanted = answers[name], expected["chats"][name]
+    assert answer["message"]["content"] == wanted["message"]["content"]
+    assert answer["finish_reason"] == wanted["finish_reason"]

@@ -1,96 +1,110 @@
-"""Greedy output is that of the same server without speculation, whatever the batch looks like.
+"""Greedy output is that of the target alone, whatever the batch and the server's settings are like.
 
-float32, where ties do not occur by chance. The noisy pair accepts between 1 and 8 tokens a round.
-Sixteen requests with prompts and outputs of 1 to 600 tokens arrive at odd moments at 1, 4 and 8
-concurrent ones; some share a prefix, so that the radix cache is hit.
+float32, where ties do not occur by chance. The noisy pairs accept between 1 and 8 tokens a round.
+Sixteen requests with prompts and outputs of 1 to 600 tokens arrive at odd moments at 1 and 8
+concurrent ones; some share a prefix, so that the radix cache is hit. Alone, each round is that of
+the plain PyTorch loop. The default settings are in test_requests.py, trimmed windows in
+test_verify_modes.py.
 """
 
 from __future__ import annotations
 
-import random
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 import micro
 import reference
-from servers import MICRO, assert_no_leak, generate_all, metric, serve, speculative
+from servers import (
+    MICRO,
+    assert_no_leak,
+    assert_rounds_equal_the_loop,
+    generate_all,
+    info,
+    metric,
+    serve,
+    speculative,
+    tell,
+)
 from sglang_dspark.serving import Server
 
 pytestmark = pytest.mark.server
 
-# (prompt length, output length)
-LENGTHS = [
-    *[(1, 40), (2, 1), (5, 2), (17, 3), (40, 7), (64, 8), (65, 9), (100, 30)],
-    *[(333, 64), (600, 65), (16, 100), (31, 200), (8, 333), (3, 600), (100, 100), (100, 50)],
-]
 
+@dataclass(frozen=True)
+class Setting:
+    head: str
+    flags: tuple[str, ...]
+    gamma: int = micro.GAMMA
 
-def prompts() -> list[tuple[list[int], int]]:
-    rng = random.Random(0)
-    tokens = [[rng.randrange(micro.VOCAB - 1) for _ in range(n)] for n, _ in LENGTHS]
-    tokens[-1][:90] = tokens[-2][:90]  # a shared prefix
-    return [(prompt, length) for prompt, (_, length) in zip(tokens, LENGTHS, strict=True)]
-
-
-REQUESTS = prompts()
 
 # Room for the longest request and little more, and a scheduler that hopes for the best.
-SMALL_POOL = ["--max-total-tokens", "768", "--schedule-conservativeness", "0.05"]
-CONFIGS = {
-    "defaults": [],
-    "page 16, chunks of 32": ["--page-size", "16", "--chunked-prefill-size", "32"],
-    "no overlap": ["--disable-overlap-schedule"],
-    "no radix cache, chunks of 64": ["--disable-radix-cache", "--chunked-prefill-size", "64"],
-    "gamma 3": ["--speculative-num-draft-tokens", "4"],
-    "pool too small": [*SMALL_POOL, "--disable-radix-cache"],
-    "pool too small, page 16": [*SMALL_POOL, "--page-size", "16"],
+SMALL_POOL = ("--max-total-tokens", "768", "--schedule-conservativeness", "0.05")
+SETTINGS = {
+    "page 16, chunks of 32": Setting(
+        "gated", ("--page-size", "16", "--chunked-prefill-size", "32")
+    ),
+    "gamma 3, no overlap, no radix cache, chunks of 64": Setting(
+        "vanilla",
+        (
+            *("--speculative-num-draft-tokens", "4", "--disable-overlap-schedule"),
+            *("--disable-radix-cache", "--chunked-prefill-size", "64"),
+        ),
+        gamma=3,
+    ),
 }
 
 
+@pytest.fixture(scope="module", params=SETTINGS, ids=str)
+def setting(request) -> Setting:
+    return SETTINGS[request.param]
+
+
 @pytest.fixture(scope="module")
-def expected(noisy_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory):
-    """Output of the server without speculation, one request at a time."""
-    log = tmp_path_factory.mktemp("log") / "baseline.log"
-    with serve(noisy_pair[0], MICRO, log) as server:
-        return generate_all(server, REQUESTS, 1)
+def pair(setting: Setting, noisy_pairs) -> tuple[Path, Path]:
+    return noisy_pairs[setting.head]
 
 
-@pytest.fixture(scope="module", params=CONFIGS, ids=str)
-def server(request, noisy_pair, tmp_path_factory):
-    target, draft = noisy_pair
+@pytest.fixture(scope="module")
+def expected(pair) -> list[list[int]]:
+    """transformers' own greedy."""
+    target = reference.load_target(pair[0])
+    return [reference.greedy(target, *request) for request in micro.requests()]
+
+
+@pytest.fixture(scope="module")
+def server(setting: Setting, pair, tmp_path_factory):
+    target, draft = pair
     log = tmp_path_factory.mktemp("log") / "server.log"
-    args = [*MICRO, *speculative(draft), *CONFIGS[request.param]]
-    # Count every slot at every step: a leak stops the server at once.
-    environ = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
-    if "--max-total-tokens" in args:
+    args = [*MICRO, *speculative(draft), *SMALL_POOL, *setting.flags]
+    environ = {
+        # Count every slot at every step: a leak stops the server at once.
+        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
         # When the pool runs full depends on timing; some retractions come without fail.
-        environ |= {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "25"}
+        "SGLANG_TEST_RETRACT": "1",
+        "SGLANG_TEST_RETRACT_INTERVAL": "25",
+    }
     with serve(target, args, log, **environ) as server:
         yield server
 
 
-def test_baseline_is_transformers_own_greedy(noisy_pair, expected):
-    target = reference.load_target(noisy_pair[0])
-    for i in (4, 7, 10, 15):
-        prompt, length = REQUESTS[i]
-        assert expected[i] == reference.greedy(target, prompt, length)
-
-
-@pytest.mark.parametrize("concurrency", [1, 4, 8])
+@pytest.mark.parametrize("concurrency", [1, 8])
 def test_output_equals_no_speculation(server: Server, expected, concurrency):
-    assert generate_all(server, REQUESTS, concurrency) == expected
+    tell(server, dspark_clear_info_records=True)
+    assert generate_all(server, micro.requests(), concurrency) == expected
+    assert info(server)["accept_length"] > 1.5
     assert_no_leak(server)
 
 
-def test_speculation_helped_and_the_radix_cache_was_hit(server: Server):
-    record = server.get("/server_info")["internal_states"][0]["dspark_info_record"]
-    assert record["accept_length"] > 1.5, record
-    if "--disable-radix-cache" not in server.command:
-        assert metric(server, "sglang:cached_tokens_total") > 0
+def test_every_round_equals_the_plain_pytorch_loop(server: Server, setting, pair):
+    assert_rounds_equal_the_loop(server, *pair, setting.gamma)
+
+
+@pytest.mark.parametrize("setting", ["page 16, chunks of 32"], indirect=True)
+def test_the_radix_cache_was_hit(server: Server):
+    assert metric(server, "sglang:cached_tokens_total") > 0
 
 
 def test_a_small_pool_retracted_requests(server: Server):
-    """The configurations with a small pool are there for this; elsewhere nothing is retracted."""
-    small = "--max-total-tokens" in server.command
-    assert ("#retracted_reqs" in server.log.read_text()) == small
+    assert "#retracted_reqs" in server.log.read_text()

@@ -5,44 +5,72 @@ What each message says is tested in unit/test_config.py; here: that a launch end
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
 import pytest
 
-from servers import launch, speculative
+from servers import MICRO, launch, speculative
 
 pytestmark = pytest.mark.server
 
+NOT_SERVED = "EAGLE speculative decoding is not supported by HostPlatform"
+# What SGLang's launcher does before it loads anything, for one command line after the other.
+RESOLVE = """
+import json, sys
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.server_args import prepare_server_args
+for argv in json.loads(sys.argv[1]):
+    try:
+        prepare_server_args(argv).resolve_once()
+        print("no error")
+    except Exception as error:
+        print(json.dumps([type(error).__name__, str(error)]))
+"""
 
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        (["--speculative-algorithm", "DSPARK"], ["--speculative-draft-model-path is missing"]),
-        (
-            speculative("/no/such/draft"),  # type: ignore[arg-type]
-            ["--speculative-draft-model-path is '/no/such/draft'", "no such folder"],
-        ),
-        (None, ["--speculative-num-draft-tokens is 9", "2 to 8"]),
-    ],
-    ids=["no draft path", "no such folder", "too many draft tokens"],
-)
-def test_the_launch_ends_with_one_line(noisy_pair, args, words):
+
+def test_the_launch_ends_with_one_line(noisy_pair):
     target, draft = noisy_pair
-    if args is None:
-        args = speculative(draft, "--speculative-num-draft-tokens", "9")
-    ended = launch(target, *args)
+    ended = launch(target, *speculative(draft, "--speculative-num-draft-tokens", "9"))
     assert ended.returncode != 0
     last = ended.stderr.strip().splitlines()[-1]
     assert last.startswith("sglang-dspark: error: "), ended.stderr[-2000:]
-    assert all(word in last for word in words)
+    assert "--speculative-num-draft-tokens is 9" in last and "2 to 8" in last
     assert "Traceback" not in ended.stderr
 
 
-def test_an_algorithm_that_we_do_not_serve_here(noisy_pair):
-    ended = launch(noisy_pair[0], "--speculative-algorithm", "DFLASH")
-    assert ended.returncode != 0
-    assert "DFLASH speculative decoding is not supported by HostPlatform" in ended.stderr
+def test_every_check_is_reached_through_sglangs_arguments(noisy_pair, tmp_path):
+    target, draft = noisy_pair
+    calibration = tmp_path / "sts.json"
+    calibration.write_text(json.dumps({"temperatures": [1.0] * 5}))
+    flag, folder = "--speculative-draft-model-path", "/no/such/draft"
+    calibrated = ["--speculative-dspark-confidence-sts-path", str(calibration)]
+    cases = [
+        (["--speculative-algorithm", "DSPARK"], "ConfigError", [f"{flag} is missing"]),
+        (["--speculative-algorithm", "DFLASH"], "ConfigError", [f"{flag} is missing: DFLASH"]),
+        (
+            ["--speculative-algorithm", "DSPARK", flag, folder],
+            "ConfigError",
+            [f"{flag} is '{folder}'", "no such folder"],
+        ),
+        (["--speculative-algorithm", "EAGLE"], "ValueError", [NOT_SERVED]),
+        # The last one: the mode becomes a variable of the process.
+        (
+            speculative(draft, "--speculative-verify-mode", "compact", *calibrated),
+            "ConfigError",
+            [calibrated[0], "5 entries; must be 7 numbers"],
+        ),
+    ]
+    argvs = [["--model-path", str(target), *MICRO, *argv] for argv, _, _ in cases]
+    code = [sys.executable, "-c", RESOLVE, json.dumps(argvs)]
+    ended = subprocess.run(code, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    found = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("[")]
+    assert len(found) == len(cases), ended.stdout
+    for (argv, kind, words), (name, message) in zip(cases, found, strict=True):
+        assert name == kind and all(word in message for word in words), (argv, name, message)
 
 
 def test_another_sglang_version_stops_the_launch():

@@ -1,7 +1,7 @@
 """What requests ask for works under speculation, and the KV pool is as full after as before.
 
 The yardstick is a server without speculation and without overlap: SGLang's overlap scheduler lets
-penalties lag one token behind, ours count exactly.
+penalties lag one token behind, ours count exactly. Servers have the default settings otherwise.
 """
 
 from __future__ import annotations
@@ -12,17 +12,31 @@ import random
 import time
 import urllib.error
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 import micro
-from servers import MICRO, assert_no_leak, generate, in_thread, serve, speculative
+import reference
+from servers import (
+    MICRO,
+    assert_no_leak,
+    assert_rounds_equal_the_loop,
+    generate,
+    generate_all,
+    in_thread,
+    info,
+    metric,
+    serve,
+    speculative,
+    tell,
+)
 from sglang_dspark.serving import HOST, Server
 from trained import budget, mode
 
 pytestmark = pytest.mark.server
 
-CONTEXT = 256
+CONTEXT = 640
 ARGS = [*MICRO, "--context-length", str(CONTEXT)]
 
 
@@ -82,28 +96,55 @@ def logprobs(server: Server) -> tuple[list[float], list[list[tuple[float, int]]]
 
 
 @pytest.fixture(scope="module")
-def expected(noisy_pair, tmp_path_factory):
+def pair(noisy_pairs) -> tuple[Path, Path]:
+    return noisy_pairs["rnn"]
+
+
+@pytest.fixture(scope="module")
+def expected(pair, tmp_path_factory):
     log = tmp_path_factory.mktemp("log") / "baseline.log"
-    with serve(noisy_pair[0], [*ARGS, "--disable-overlap-schedule"], log) as server:
+    with serve(pair[0], [*ARGS, "--disable-overlap-schedule"], log) as server:
         return {
+            "sixteen": generate_all(server, micro.requests(), 8),
             "asked": {name: ask(server, params) for name, params in ASKED.items()},
             "near limit": [near_limit(server, request) for request in NEAR_LIMIT],
             "logprobs": logprobs(server),
-            "long": generate(server, PROMPT, 150)["output_ids"],
+            "long": generate(server, PROMPT, 100)["output_ids"],
         }
 
 
 # Windows that end anywhere: penalties and log-probabilities have to find their rows.
-RANDOM = [*mode("compact"), *budget("random")]
+MODES = {"static": [], "compact, random": [*mode("compact"), *budget("random")]}
 
 
-@pytest.fixture(scope="module", params=[[], RANDOM], ids=["static", "compact, random"])
-def server(request, noisy_pair, tmp_path_factory):
-    target, draft = noisy_pair
+@pytest.fixture(scope="module", params=MODES, ids=str)
+def server(request, pair, tmp_path_factory):
+    target, draft = pair
     log = tmp_path_factory.mktemp("log") / "server.log"
-    args = [*ARGS, *speculative(draft), *request.param]
+    args = [*ARGS, *speculative(draft), *MODES[request.param]]
     with serve(target, args, log, SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY="1") as server:
         yield server
+
+
+def test_no_speculation_is_transformers_own_greedy(expected, pair):
+    """The yardstick of test_greedy_equality.py."""
+    target = reference.load_target(pair[0])
+    assert expected["sixteen"] == [reference.greedy(target, *r) for r in micro.requests()]
+
+
+@pytest.mark.parametrize("concurrency", [1, 8])
+def test_sixteen_requests_equal_no_speculation(server, expected, concurrency):
+    """Around the sizes of pages and chunks; some share a prefix."""
+    tell(server, dspark_clear_info_records=True)
+    assert generate_all(server, micro.requests(), concurrency) == expected["sixteen"]
+    assert info(server)["accept_length"] > 1.2
+    assert metric(server, "sglang:cached_tokens_total") > 0
+    assert_no_leak(server)
+
+
+@pytest.mark.parametrize("server", ["static"], indirect=True)
+def test_every_round_equals_the_plain_pytorch_loop(server, pair):
+    assert_rounds_equal_the_loop(server, *pair)
 
 
 @pytest.mark.parametrize("name", ASKED)
@@ -148,10 +189,10 @@ def test_log_probabilities(server, expected):
 
 
 def test_streaming_gives_the_same_tokens(server, expected):
-    sampling = {"max_new_tokens": 150, "temperature": 0.0, "ignore_eos": True}
+    sampling = {"max_new_tokens": 100, "temperature": 0.0, "ignore_eos": True}
     events = list(server.stream("/generate", {"input_ids": PROMPT, "sampling_params": sampling}))
     assert events[-1]["output_ids"] == expected["long"]
-    assert events[-1]["meta_info"]["completion_tokens"] == 150
+    assert events[-1]["meta_info"]["completion_tokens"] == 100
     counts = [len(event["output_ids"]) for event in events]
     assert counts == sorted(counts) and len(counts) > 5
 
@@ -162,7 +203,7 @@ def test_two_answers_of_one_request(server, expected):
         {
             "input_ids": PROMPT,
             "sampling_params": {
-                "max_new_tokens": 150,
+                "max_new_tokens": 100,
                 "temperature": 0.0,
                 "ignore_eos": True,
                 "n": 2,
@@ -186,7 +227,7 @@ def test_abort_of_a_running_and_a_waiting_request(server, expected):
         )
     time.sleep(0.05)
     with ThreadPoolExecutor(4) as pool:
-        others = [pool.submit(generate, server, PROMPT, 150) for _ in range(4)]
+        others = [pool.submit(generate, server, PROMPT, 100) for _ in range(4)]
         for rid in victims:
             server.post("/abort_request", {"rid": rid})
         assert all(o.result()["output_ids"] == expected["long"] for o in others)
@@ -205,5 +246,10 @@ def test_a_client_that_disconnects(server, expected):
     )
     connection.getresponse().readline()
     connection.close()
-    assert generate(server, PROMPT, 150)["output_ids"] == expected["long"]
+    assert generate(server, PROMPT, 100)["output_ids"] == expected["long"]
     assert_no_leak(server)
+
+
+def test_nothing_was_retracted(server):
+    """Without a pool that is too small; see test_greedy_equality.py."""
+    assert "#retracted_reqs" not in server.log.read_text()

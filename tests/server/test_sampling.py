@@ -2,7 +2,8 @@
 
 A random target over 8 tokens, so that the joint distribution of three generated tokens is known
 from transformers' logits. The first token is SGLang's own sample, the others are ours. Error rate:
-see `distributions.FALSE_ALARM`; 4,000 samples see a total variation of about 0.05.
+see `distributions.FALSE_ALARM`; 4,000 samples see a total variation of about 0.05. Windows are full
+or trimmed (compact); cap-accept commits what compact commits: test_verify_modes.py.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import micro
 import reference
 from distributions import FALSE_ALARM, g_test
 from servers import MICRO, assert_no_leak, generate, info, serve, speculative
+from trained import budget, mode
 
 pytestmark = pytest.mark.server
 
@@ -28,24 +30,15 @@ def pair(tmp_path_factory):
     return micro.write_random(tmp_path_factory.mktemp("pair"), vocab=VOCAB, seed=3, head_scale=0.15)
 
 
-# Half of the draft tokens is really trimmed; a batch of four shares the budget.
-TRIMMED = ["--speculative-verify-budget", "0.5", "--max-running-requests", "4"]
-MODES = {
-    "static": [],
-    "compact": ["--speculative-verify-mode", "compact", *TRIMMED],
-    "cap-accept": ["--speculative-verify-mode", "cap-accept", *TRIMMED],
-}
-
-
-def started(pair, tmp_path_factory, mode: str):
+def started(pair, tmp_path_factory, *flags: str):
     target, draft = pair
     log = tmp_path_factory.mktemp("log") / "server.log"
-    return serve(target, [*MICRO, *speculative(draft), *MODES[mode]], log)
+    return serve(target, [*MICRO, *speculative(draft), *flags], log)
 
 
 @pytest.fixture(scope="module")
 def server(pair, tmp_path_factory):
-    with started(pair, tmp_path_factory, "static") as server:
+    with started(pair, tmp_path_factory) as server:
         yield server
 
 
@@ -86,15 +79,16 @@ def check_plain_sampling(pair, server) -> list[list[int]]:
     return seen["windows_of_rounds"]
 
 
-def test_plain_sampling(pair, server):
-    assert {w for batch in check_plain_sampling(pair, server) for w in batch} == {8}
-
-
-@pytest.mark.parametrize("mode", ["compact", "cap-accept"])
-def test_plain_sampling_with_trimmed_windows(pair, tmp_path_factory, mode):
-    with started(pair, tmp_path_factory, mode) as server:
+def test_plain_sampling_with_trimmed_windows(pair, tmp_path_factory):
+    """Half of the draft tokens is really trimmed; a batch of sixteen shares the budget."""
+    flags = [*mode("compact"), *budget("0.5"), "--max-running-requests", "16"]
+    with started(pair, tmp_path_factory, *flags) as server:
         for batch in check_plain_sampling(pair, server):
             assert sum(batch) == len(batch) + 7 * len(batch) // 2
+
+
+def test_plain_sampling(pair, server):
+    assert {w for batch in check_plain_sampling(pair, server) for w in batch} == {8}
 
 
 def test_filtered_sampling(pair, server):

@@ -14,13 +14,11 @@ from trained import ARGS, COARSE, DRAFT, REQUESTS, TARGET, budget, mode
 pytestmark = pytest.mark.server
 
 
-def test_output_equals_one_rank_without_speculation(tmp_path):
-    with serve(TARGET, ARGS, tmp_path / "base.log") as server:
-        expected = generate_all(server, REQUESTS[:8], 4)
+def test_output_equals_one_rank_without_speculation(trained_greedy, tmp_path):
     args = [*ARGS, *speculative(DRAFT), *mode("compact", *COARSE, *budget("random")), "--tp", "3"]
     environ = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1|0"}
     with serve(TARGET, args, tmp_path / "log", **environ) as server:
-        assert generate_all(server, REQUESTS[:8], 4) == expected
+        assert generate_all(server, REQUESTS[:8], 4) == trained_greedy[:8]
         record = info(server)
         assert len({w for batch in record["windows_of_rounds"] for w in batch}) > 3
         assert set(record["tokens"]) <= {20, 60, 128}

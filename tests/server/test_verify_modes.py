@@ -2,109 +2,148 @@
 
 Greedy output is that of the server without speculation, whatever the windows are: sized by the
 table, none, all, or another number every round; packed into few tiers, so that much is padding.
-Sixteen requests of 1 to 120 tokens at 1, 4, 8 and 16 concurrent ones, in float32.
+Sixteen requests of 1 to 120 tokens at 1, 8 and 16 concurrent ones, in float32. A running server
+can be told another budget: so few servers are started.
 """
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
-from servers import assert_no_leak, generate, generate_all, info, metric, serve, speculative
+from servers import assert_no_leak, generate, generate_all, info, metric, serve, speculative, tell
 from sglang_dspark.serving import Server
 from trained import ARGS, COARSE, DRAFT, REQUESTS, TARGET, budget, mode
 
 pytestmark = pytest.mark.server
 
 SMALL_POOL = ["--max-total-tokens", "768", "--schedule-conservativeness", "0.05"]
-CONFIGS = {
-    "compact, coarse tiers": mode("compact", *COARSE),
-    "compact, nothing": mode("compact", *COARSE, *budget("0")),
-    "compact, everything": mode("compact", *COARSE, *budget("1")),
-    "compact, half": mode("compact", *COARSE, *budget("0.5")),
-    "compact, random, pool too small": mode(
-        *("compact", *budget("random"), *SMALL_POOL),
-        *("--page-size", "16", "--chunked-prefill-size", "32"),
+SERVERS = {
+    "compact": mode("compact"),
+    "compact, random, coarse tiers, pool too small": mode(
+        *("compact", *budget("random"), *COARSE, *SMALL_POOL),
+        *("--disable-radix-cache", "--chunked-prefill-size", "32"),
     ),
-    "compact, no overlap": mode("compact", "--disable-overlap-schedule"),
+    "compact, no overlap, page 16, files": mode(
+        *("compact", "--disable-overlap-schedule", "--page-size", "16"),
+    ),
     "cap-accept": mode("cap-accept"),
-    "cap-accept, half": mode("cap-accept", *COARSE, *budget("0.5")),
 }
+# Shares of the drafts that a running server is told to verify, after what its flags say (None).
+NOTHING, HALF, EVERYTHING = 1e-3, 0.5, 1.0  # SGLang refuses to force a share of 0
+SHARES = {
+    "compact": (None, NOTHING, EVERYTHING, HALF),
+    "cap-accept": (None, HALF),
+}
+# A table that says that a row costs much, and a calibration; SGLang's own forms.
+TABLE = {
+    "sample_batch_tokens": [1, 9, 17, 33, 65],
+    "sample_steps_per_sec": [100.0, 60.0, 30.0, 10.0, 2.0],
+    "max_batch_tokens": 128,
+}
+CALIBRATION = {"temperatures": [1.5] * 7}
+
+SAMPLED: dict[str, list[list[int]]] = {}  # by server, with half of the budget
 
 
-SAMPLED: dict[str, list[list[int]]] = {}  # of configurations with half of the budget
+def write_files(folder: Path) -> list[str]:
+    table, calibration = folder / "table.json", folder / "sts.json"
+    table.write_text(json.dumps(TABLE))
+    calibration.write_text(json.dumps(CALIBRATION))
+    return [
+        *("--speculative-dspark-sps-table-path", str(table)),
+        *("--speculative-dspark-confidence-sts-path", str(calibration)),
+    ]
 
 
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory):
-    with serve(TARGET, ARGS, tmp_path_factory.mktemp("log") / "log") as server:
-        return generate_all(server, REQUESTS, 1)
-
-
-@pytest.fixture(scope="module", params=CONFIGS, ids=str)
+@pytest.fixture(scope="module", params=SERVERS, ids=str)
 def server(request, tmp_path_factory):
-    args = [*ARGS, *speculative(DRAFT), *CONFIGS[request.param]]
+    folder = tmp_path_factory.mktemp("server")
+    args = [*ARGS, *speculative(DRAFT), *SERVERS[request.param]]
+    if "files" in request.param:
+        args += write_files(folder)
     environ = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
     if "pool too small" in request.param:
         environ |= {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "25"}
-    with serve(TARGET, args, tmp_path_factory.mktemp("log") / "log", **environ) as server:
+    with serve(TARGET, args, folder / "log", **environ) as server:
         server.name = request.param
-        if "half" in request.param:  # first of all: both modes start from the same seed
-            SAMPLED[request.param] = [
-                generate(server, prompt, length, temperature=1.0)["output_ids"]
-                for prompt, length in REQUESTS
-            ]
+        generate(server, [1], 3)  # so that there are counts
         yield server
 
 
-@pytest.mark.parametrize("concurrency", [1, 4, 8, 16])
-def test_output_equals_no_speculation(server: Server, expected, concurrency):
-    assert generate_all(server, REQUESTS, concurrency) == expected
-    assert_no_leak(server)
+def count(server: Server) -> dict[str, float]:
+    """What our counters say."""
+    names = ["verified_tokens", "verify_windows", "padding_tokens"]
+    if "cap-accept" in server.name:
+        names += ["accept_ceilings"]
+    return {name: metric(server, f"sglang_dspark:{name}_total") for name in names}
 
 
-def test_windows_are_what_was_asked_for(server: Server):
-    """After the runs above: what the server says of itself is what happened."""
+def test_output_equals_no_speculation(server: Server, trained_greedy):
+    for share in SHARES.get(server.name, (None,)):
+        if share is not None:
+            tell(server, dspark_force_budget_frac=share)
+        tell(server, dspark_clear_info_records=True)
+        before = count(server)
+        for concurrency in (1, 8) if share else (1, 8, 16):
+            assert generate_all(server, REQUESTS, concurrency) == trained_greedy, concurrency
+            assert_no_leak(server)
+        check_records(server, share, before)
+        if share == HALF:  # the first random numbers: both modes have the same seed
+            SAMPLED[server.name] = [
+                generate(server, prompt, length, temperature=1.0)["output_ids"]
+                for prompt, length in REQUESTS
+            ]
+
+
+def check_records(server: Server, share: float | None, before: dict[str, float]) -> None:
+    """What the server says of itself is what happened since."""
     seen = info(server)
+    counted = {name: value - before[name] for name, value in count(server).items()}
+    assert counted["verified_tokens"] == seen["verified"]
+    assert counted["verify_windows"] == seen["windows"]
     windows = [w for batch in seen["windows_of_rounds"] for w in batch]
-    padding = metric(server, "sglang_dspark:padding_tokens_total")
-    assert metric(server, "sglang_dspark:verified_tokens_total") == seen["verified"]
-    assert metric(server, "sglang_dspark:verify_windows_total") == seen["windows"]
-    if "nothing" in server.name:
+    if share == NOTHING:
         assert set(windows) == {1} and seen["accept_length"] == 1
-    elif "everything" in server.name:
+    elif share == EVERYTHING:
         assert set(windows) == {8}
-    elif "half" in server.name:
+    elif share == HALF:
         for batch in seen["windows_of_rounds"]:
             assert sum(batch) == len(batch) + int(0.5 * 7 * len(batch))
     else:
         assert len(set(windows)) > 3, "a scheduler that always does the same proves little"
     if "cap-accept" in server.name:
-        assert padding == 0
+        assert counted["padding_tokens"] == 0
         assert 0 < seen["utilisation"] <= 1
-        assert metric(server, "sglang_dspark:accept_ceilings_total") > 0
+        assert counted["accept_ceilings"] > 0
     else:
         assert seen["utilisation"] is None
-        if "20,60,128" in server.command:
-            assert padding > 0, "padding is what these tiers are for"
+        if "coarse" in server.name:
+            assert counted["padding_tokens"] > 0, "padding is what these tiers are for"
             # Rounds without a draft need no tier where there are no graphs.
             steps = zip(seen["tokens"], seen["depths"], strict=True)
             assert {tokens for tokens, depth in steps if depth} <= {20, 60, 128}
-        assert seen["padding"] == pytest.approx(padding / seen["computed"])
-    if "half" not in server.name and "everything" not in server.name:
-        return
-    # Half of the requests are random tokens, of which the draft knows little.
-    assert seen["accept_length"] > 1.2
+        assert seen["padding"] == pytest.approx(counted["padding_tokens"] / seen["computed"])
+    if share in (HALF, EVERYTHING):
+        # Half of the requests are random tokens, of which the draft knows little.
+        assert seen["accept_length"] > 1.2
+    if "files" in server.name:
+        assert seen["plain_rounds"] == 0, "SGLang's tables say nothing of rounds without a draft"
+        assert seen["verified"] < 0.5 * 8 * seen["windows"], "nearly everything is trimmed"
 
 
 def test_the_start_told_what_is_in_force(server: Server):
-    log = server.log.read_text()
+    log, schedule = server.log.read_text(), info(server)["schedule"]
     assert "sglang-dspark: algorithm=DSPARK mode=" + server.name.split(",")[0] in log
-    forced = "--speculative-verify-budget" in server.command
-    source = "cost table: " + ("none, the budget is fixed" if forced else "measured now")
-    assert source in log and source.removeprefix("cost table: ") in json.dumps(info(server))
-    assert "calibration: none (identity)" in log
+    table, calibration = "measured now", "none (identity)"
+    if "random" in server.name:
+        table = "none, the budget is fixed"
+    if "files" in server.name:
+        table, calibration = (str(server.log.parent / name) for name in ("table.json", "sts.json"))
+    assert schedule["cost table"].startswith(table) and f"cost table: {table}" in log
+    assert schedule["calibration"] == calibration and f"calibration: {calibration}" in log
 
 
 def test_a_response_tells_its_windows(server: Server):
@@ -130,5 +169,5 @@ def test_a_retracted_request_is_served(server: Server):
 
 def test_cap_accept_commits_what_compact_commits():
     """Same seed, same budgets, temperature 1: token for token."""
-    assert SAMPLED["compact, half"] == SAMPLED["cap-accept, half"]
-    assert len({tuple(tokens[:2]) for tokens in SAMPLED["compact, half"]}) > 8
+    assert SAMPLED["compact"] == SAMPLED["cap-accept"]
+    assert len({tuple(tokens[:2]) for tokens in SAMPLED["cap-accept"]}) > 8
