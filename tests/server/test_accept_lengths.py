@@ -40,6 +40,6 @@ def test_an_oracle_is_accepted_as_it_must_be(oracle, accept_length, dtype, tmp_p
             generate(server, PROMPT, 400)
             text = server.log.read_text()
             assert text.count("the draft does not help: mean accept length 1.0") == 1
-            assert "target layers [0] of 4, head vanilla rank 8" in text
+            assert "target layers [0] of 4; head vanilla rank 8" in text
         else:
             assert not warned
