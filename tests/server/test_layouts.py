@@ -31,7 +31,7 @@ from sglang_dspark.serving import Server
 
 pytestmark = pytest.mark.server
 
-VOCAB, MASK = 6, 5
+VOCAB, MASK = 5, 4
 SMALL = {"vocab_size": VOCAB}
 BLOCK = partial(BlockDraft, gamma=7, mask=MASK)
 CHAIN = partial(ChainDraft, gamma=7)
@@ -52,7 +52,7 @@ class Layout:
 
     def prompts(self) -> list[list[int]]:
         wide = [(5 * i * i + i) % self.vocab for i in range(24)]
-        return [[3], [1, 4, 2, 3, 0, 4, 1, 4, 2, 1], wide]
+        return [[3], [x % self.vocab for x in (1, 4, 2, 3, 0, 4, 1, 4, 2, 1)], wide]
 
 
 def _gemma4(kind: str, algorithm: str) -> Layout:
@@ -63,7 +63,7 @@ def _gemma4(kind: str, algorithm: str) -> Layout:
     return Layout(write, algorithm, gemma4.FEATURES, draft, vocab=gemma4.MASK)
 
 
-_SPECULATORS = {"transformer_layer_config": SMALL, "draft_vocab_size": 4, "mask_token_id": MASK}
+_SPECULATORS = {"transformer_layer_config": SMALL, "draft_vocab_size": 3, "mask_token_id": MASK}
 LAYOUTS = {
     "DeepSpec DFlash": Layout(
         layouts.write_qwen3_dflash, "DFLASH", (0, 3, 6), BLOCK, {**SMALL, "mask_token_id": MASK}
@@ -83,7 +83,7 @@ LAYOUTS = {
         "EAGLE3",
         (0, 2, 5),
         partial(CHAIN, first_layer="midlayer.", norms="each"),
-        {**SMALL, "draft_vocab_size": 4, "fc_norm": True},
+        {**SMALL, "draft_vocab_size": 3, "fc_norm": True},
         ("--speculative-num-steps", "7"),
     ),
     # vLLM's numbers say what goes into a layer: 1, 3, 6 are the outputs of 0, 2, 5.

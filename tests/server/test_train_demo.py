@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
 from sglang_dspark import cli
+from sglang_dspark.recipe import evaluate
 from sglang_dspark.recipe.generate import read_conversations
 
 DRAFTS = ("dspark", "dflash", "eagle3")
@@ -18,7 +20,11 @@ DRAFTS = ("dspark", "dflash", "eagle3")
 def train(work: Path, out: Path) -> None:
     arguments = ["--target", "tiny", "--work-dir", str(work), "--out", str(out)]
     arguments += ["--tokens", "4000", "--steps", "12", "--eval-prompts", "1"]
-    assert cli.main(["train-demo", *arguments]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        # Of 128 tokens, and twice for three drafts, this would be most of the time.
+        short = partial(evaluate.evaluate, max_new_tokens=16)
+        patch.setattr(evaluate, "evaluate", short)
+        assert cli.main(["train-demo", *arguments]) == 0
 
 
 @pytest.fixture(scope="module")
