@@ -15,7 +15,7 @@ from sglang.srt.models.dspark import DSparkDraftMixin, build_markov_head
 from torch import nn
 
 from sglang_dspark.drafters.checkpoints import DraftCheckpoint
-from sglang_dspark.models.layers import DraftAttention
+from sglang_dspark.models.layers import DraftAttention, as_head
 from sglang_dspark.models.loading import load_weights
 
 
@@ -51,7 +51,7 @@ class SparkBlockDraft(DSparkDraftMixin, DFlashDraftModel):
         """The target's, which are used in place of what the draft does not have."""
         self.embed_tokens = embed_tokens
         if self.lm_head is None:
-            self.lm_head = lm_head
+            self.lm_head = as_head(lm_head)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         load_weights(self, self.draft, weights)
