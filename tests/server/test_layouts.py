@@ -31,7 +31,7 @@ from sglang_dspark.serving import Server
 
 pytestmark = pytest.mark.server
 
-VOCAB, MASK = 5, 4
+VOCAB, MASK = 6, 5
 SMALL = {"vocab_size": VOCAB}
 BLOCK = partial(BlockDraft, gamma=7, mask=MASK)
 CHAIN = partial(ChainDraft, gamma=7)
@@ -63,7 +63,7 @@ def _gemma4(kind: str, algorithm: str) -> Layout:
     return Layout(write, algorithm, gemma4.FEATURES, draft, vocab=gemma4.MASK)
 
 
-_SPECULATORS = {"transformer_layer_config": SMALL, "draft_vocab_size": 3, "mask_token_id": MASK}
+_SPECULATORS = {"transformer_layer_config": SMALL, "draft_vocab_size": 4, "mask_token_id": MASK}
 LAYOUTS = {
     "DeepSpec DFlash": Layout(
         layouts.write_qwen3_dflash, "DFLASH", (0, 3, 6), BLOCK, {**SMALL, "mask_token_id": MASK}
@@ -83,7 +83,7 @@ LAYOUTS = {
         "EAGLE3",
         (0, 2, 5),
         partial(CHAIN, first_layer="midlayer.", norms="each"),
-        {**SMALL, "draft_vocab_size": 3, "fc_norm": True},
+        {**SMALL, "draft_vocab_size": 4, "fc_norm": True},
         ("--speculative-num-steps", "7"),
     ),
     # vLLM's numbers say what goes into a layer: 1, 3, 6 are the outputs of 0, 2, 5.
@@ -198,7 +198,7 @@ def test_every_round_proposes_what_plain_pytorch_proposes(served):
         assert tokens == wanted
         assert accept_lens[: len(wanted_lens)] == wanted_lens
         accepted += sum(wanted_lens) - len(wanted_lens)
-    assert accepted >= 3, "a draft that is never right by chance proves little"
+    assert accepted, "a draft that is never right by chance proves little"
 
 
 def test_batches_of_trimmed_windows_equal_the_target_alone(served):
