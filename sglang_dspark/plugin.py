@@ -108,6 +108,12 @@ def hooks() -> tuple[Hook, ...]:
             "a request row must hold the double-buffered reserve, at page size 1 as well",
         ),
         Hook(
+            "sglang.srt.mem_cache.kv_cache_builder.create_tree_cache",
+            "BEFORE",
+            _pairs_in_prefix_cache,
+            "the slot of a chain holds a pair of tokens, which SGLang's cache knows for EAGLE only",
+        ),
+        Hook(
             "sglang.srt.server_args.ServerArgs.add_cli_args",
             "AFTER",
             _add_flags,
@@ -250,6 +256,14 @@ def _graph_width(original: Callable[..., int], runner: Any, **kwargs: Any) -> in
     """Rows a request of a draft's captured forward."""
     own: int | None = getattr(runner.model, "graph_width", None) if runner.is_draft_worker else None
     return original(runner, **kwargs) if own is None else own
+
+
+def _pairs_in_prefix_cache(context: Any) -> None:
+    """Let a cached prefix end before a slot whose next token is another: see `Eagle3Drafter`."""
+    draft = context.tp_worker.model_runner.spec_aux_config.draft_model_config
+    described = getattr(getattr(draft, "hf_config", None), "sglang_dspark", None) or {}
+    if described.get("algorithm") == config.Algorithm.EAGLE3:
+        context.params.is_eagle = True
 
 
 def _req_to_token_headroom(extra: int, *args: Any, **kwargs: Any) -> int:
