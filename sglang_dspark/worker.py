@@ -150,7 +150,8 @@ class SpecWorker(BaseSpecWorker):
         publish(new_seq_lens)
 
         self.adjuster.commit(batch, state.anchors, verdict)
-        self.drafter.commit(state, verdict, aux_hidden, rows)
+        drafted = block.tokens.shape[1] > 0
+        self.drafter.commit(state, verdict, aux_hidden, rows, drafted=drafted)
         if batch.return_logprob:
             compute_spec_logprobs(
                 batch, target, verdict.tokens.flatten(), chain_stride=self.config.width
@@ -363,7 +364,7 @@ class SpecWorker(BaseSpecWorker):
         target, _ = self.target.rehearse(state, rows)
         aux_hidden = _take_aux_hidden(target)
         verdict = self._accept(block, window_tokens, target.next_token_logits, state, rows)
-        self.drafter.commit(state, verdict, aux_hidden, rows)
+        self.drafter.commit(state, verdict, aux_hidden, rows, drafted=plan.decision.drafts)
 
     def on_verify_complete_cpu(
         self, num_correct_drafts_per_req: list[int], batch_size: int = 0

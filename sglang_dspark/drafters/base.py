@@ -100,6 +100,15 @@ class Drafter(Protocol):
         """Draft one block of `depth` tokens, 1 to gamma, per request."""
 
     def commit(
-        self, state: RoundState, verdict: Verdict, aux_hidden: torch.Tensor, rows: VerifyRows
+        self,
+        state: RoundState,
+        verdict: Verdict,
+        aux_hidden: torch.Tensor,
+        rows: VerifyRows,
+        *,
+        drafted: bool,
     ) -> None:
-        """Catch up with what was committed. aux_hidden: [M, F * H], of the forward's rows."""
+        """Catch up with what was committed. aux_hidden: [M, F * H], of the forward's rows.
+
+        drafted: False in a round without a draft: then the next may be one too, and the work may
+        wait until a draft needs it."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
+from sglang_dspark.drafters.backlog import Backlog, ContextRows, joined
 from sglang_dspark.drafters.base import DraftBlock, RoundState
 from sglang_dspark.drafters.evidence import evidence
 from sglang_dspark.drafters.served import ServedDraft
@@ -50,6 +51,7 @@ class DFlashDrafter:
         self._mask_token_id = draft.mask_token_id
         # Rows of the anchor that propose nothing
         self._skipped = 0 if draft.sample_from_anchor else 1
+        self._backlog: Backlog[ContextRows] = Backlog(self._write_rounds)
         if served.on_host:
             # In bfloat16 the draft layers would launch a CUDA kernel for norm and RoPE.
             for layer in self.model.layers:
@@ -65,21 +67,42 @@ class DFlashDrafter:
         kv_plan: KVLocPlan,
         next_tokens: torch.Tensor,
     ) -> None:
+        self._backlog.flush()
         slots = kv_plan.write_ids(self.served.runner.kv_index_translator)
-        self._write_context_kv(aux_hidden, self.served.prompt_positions(batch), slots)
+        self._write_context_kv(aux_hidden, self.served.prompt_positions(batch), [slots])
 
     def propose(self, state: RoundState, depth: int) -> DraftBlock:
+        self._backlog.flush()
         with self.served.context(), torch.inference_mode():
             hidden = self._backbone(state, depth)
             return self._block(hidden, self.vocabulary.logits(hidden), state)
 
     def commit(
-        self, state: RoundState, verdict: Verdict, aux_hidden: torch.Tensor, rows: VerifyRows
+        self,
+        state: RoundState,
+        verdict: Verdict,
+        aux_hidden: torch.Tensor,
+        rows: VerifyRows,
+        *,
+        drafted: bool,
     ) -> None:
         # All rows, rejected ones too: those lie at or behind the next anchor, where the next
         # round's block writes before anything reads. So nothing needs to be masked or counted.
-        slots = state.kv_plan.write_ids(self.served.runner.kv_index_translator, cols=rows.columns)
-        self._write_context_kv(aux_hidden, rows.positions, slots)
+        self._backlog.add(
+            ContextRows(
+                features=aux_hidden,
+                positions=rows.positions,
+                slots=state.kv_plan.write_ids(
+                    self.served.runner.kv_index_translator, cols=rows.columns
+                ),
+            ),
+            wait=not drafted and self.served.on_host,
+        )
+
+    def _write_rounds(self, rounds: list[ContextRows]) -> None:
+        features = joined([rows.features for rows in rounds])
+        positions = joined([rows.positions for rows in rounds])
+        self._write_context_kv(features, positions, [rows.slots for rows in rounds])
 
     def _backbone(self, state: RoundState, depth: int) -> torch.Tensor:
         """Hidden states [R, depth, H] of the rows that propose."""
@@ -110,17 +133,22 @@ class DFlashDrafter:
         )
 
     def _write_context_kv(
-        self, aux_hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
+        self, aux_hidden: torch.Tensor, positions: torch.Tensor, slots: list[torch.Tensor]
     ) -> None:
-        """Turn target features [N, F * H] into each draft layer's KV at the given slots."""
+        """Turn target features [N, F * H] into each draft layer's KV, at slots of N rows in all,
+        which are written part by part."""
         pool = self.served.runner.token_to_kv_pool
         with self.served.context(), torch.inference_mode():
             if not self.served.on_host and hasattr(self.model, "write_target_hidden_kv"):
                 self.model.write_target_hidden_kv(
-                    target_hidden=aux_hidden, pool=pool, positions=positions, cache_loc=slots
+                    target_hidden=aux_hidden,
+                    pool=pool,
+                    positions=positions,
+                    cache_loc=joined(slots),
                 )
                 return
             # SGLang's writer launches a Triton kernel in bfloat16; the same steps one by one.
-            where = KVWriteLoc(slots, physical=True)
+            sizes = [len(part) for part in slots]
             for layer, k, v in context_kv(self.model, aux_hidden, positions):
-                pool.set_kv_buffer(layer, where, k, v)
+                for part, keys, values in zip(slots, k.split(sizes), v.split(sizes), strict=True):
+                    pool.set_kv_buffer(layer, KVWriteLoc(part, physical=True), keys, values)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +24,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang.srt.utils.common import async_h2d
 from torch import Tensor
 
+from sglang_dspark.drafters.backlog import Backlog, ContextRows, joined
 from sglang_dspark.drafters.base import DraftBlock, RoundState
 from sglang_dspark.drafters.evidence import evidence
 from sglang_dspark.drafters.served import ServedDraft
@@ -37,6 +39,16 @@ if TYPE_CHECKING:
     from sglang_dspark.verify.layout import VerifyRows
 
     _Run = Callable[[Tensor, Tensor, int], Tensor]
+
+
+@dataclass(frozen=True)
+class PairRows(ContextRows):
+    """tokens: [M] int64, the one behind each row. req_rows: [R] int64, of SGLang's request table;
+    last: [R] int64, the row of each that was committed last."""
+
+    tokens: Tensor
+    req_rows: Tensor
+    last: Tensor
 
 
 class Eagle3Drafter:
@@ -54,6 +66,7 @@ class Eagle3Drafter:
         )
         self.wants_evidence = config.mode.schedules
         self.model.graph_width = self.gamma if self.draft.parallel else 1
+        self._backlog: Backlog[PairRows] = Backlog(self._write_rounds)
         # [rows of SGLang's request table, H]: g of each request's last committed position
         self._last: Tensor
 
@@ -69,6 +82,7 @@ class Eagle3Drafter:
         kv_plan: KVLocPlan,
         next_tokens: Tensor,
     ) -> None:
+        self._backlog.flush()
         ends = [end - 1 for end in itertools.accumulate(batch.extend_lens)]
         last_rows, prompt = (
             async_h2d(numbers, dtype=torch.int64, device=self.served.device)
@@ -81,7 +95,7 @@ class Eagle3Drafter:
             hidden = self.model.project(aux_hidden)
             if self.draft.num_layers == 1:
                 slots = kv_plan.write_ids(self.served.runner.kv_index_translator)
-                self._write_pairs(following, hidden, self.served.prompt_positions(batch), slots)
+                self._write_pairs(following, hidden, self.served.prompt_positions(batch), [slots])
             else:
                 forward = ForwardBatch.init_new(
                     batch,
@@ -96,6 +110,7 @@ class Eagle3Drafter:
         self._last[batch.req_pool_indices] = hidden[last_rows]
 
     def propose(self, state: RoundState, depth: int) -> DraftBlock:
+        self._backlog.flush()
         first = state.seq_lens - 1
         first_cpu = None if state.seq_lens_cpu is None else state.seq_lens_cpu - 1
         # Graphs of a parallel draft are captured for whole blocks only.
@@ -165,22 +180,22 @@ class Eagle3Drafter:
         )
 
     def commit(
-        self, state: RoundState, verdict: Verdict, aux_hidden: Tensor, rows: VerifyRows
+        self,
+        state: RoundState,
+        verdict: Verdict,
+        aux_hidden: Tensor,
+        rows: VerifyRows,
+        *,
+        drafted: bool,
     ) -> None:
         # All rows, rejected ones and padding too. What they write lies behind the next anchor's
         # slot, where the next round's chain writes before anything reads, or in the reserved slot.
         following = verdict.tokens
         accepted = (verdict.commit_lens - 1).to(torch.int64).unsqueeze(1)
-        with self.served.context(), torch.inference_mode():
-            hidden = self.model.project(aux_hidden)
-            if self.draft.num_layers == 1:
-                translator = self.served.runner.kv_index_translator
-                slots = state.kv_plan.write_ids(translator, cols=rows.columns)
-                tokens = following.flatten()
-                if rows.columns is not None:
-                    tokens = tokens[rows.columns.clamp(min=0)]
-                self._write_pairs(tokens, hidden, rows.positions, slots)
-            else:
+        last = rows.index.gather(1, accepted).squeeze(1)
+        if self.draft.num_layers > 1:
+            with self.served.context(), torch.inference_mode():
+                hidden = self.model.project(aux_hidden)
                 with self.model.reading(hidden[rows.index.flatten()]):
                     self.served.forward(
                         following,
@@ -191,15 +206,41 @@ class Eagle3Drafter:
                         state.kv_plan,
                         slice(0, following.shape[1]),
                     )
-        self._last[state.req_rows] = hidden[rows.index.gather(1, accepted).squeeze(1)]
+            self._last[state.req_rows] = hidden[last]
+            return
+        columns, tokens = rows.columns, following.flatten()
+        self._backlog.add(
+            PairRows(
+                features=aux_hidden,
+                positions=rows.positions,
+                slots=state.kv_plan.write_ids(self.served.runner.kv_index_translator, cols=columns),
+                tokens=tokens if columns is None else tokens[columns.clamp(min=0)],
+                req_rows=state.req_rows,
+                last=last,
+            ),
+            wait=not drafted and self.served.on_host,
+        )
+
+    def _write_rounds(self, rounds: list[PairRows]) -> None:
+        with self.served.context(), torch.inference_mode():
+            hidden = self.model.project(joined([rows.features for rows in rounds]))
+            self._write_pairs(
+                joined([rows.tokens for rows in rounds]),
+                hidden,
+                joined([rows.positions for rows in rounds]),
+                [rows.slots for rows in rounds],
+            )
+            for rows, part in zip(rounds, hidden.split([len(r) for r in rounds]), strict=True):
+                self._last[rows.req_rows] = part[rows.last]
 
     def _write_pairs(
-        self, tokens: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor
+        self, tokens: Tensor, hidden: Tensor, positions: Tensor, slots: list[Tensor]
     ) -> None:
         """Keys and values of pairs [N] and [N, H]; a single layer needs no attention for them."""
         layer, k, v = self.model.context_kv(tokens, hidden, positions)
-        pool = self.served.runner.token_to_kv_pool
-        pool.set_kv_buffer(layer, KVWriteLoc(slots, physical=True), k, v)
+        pool, sizes = self.served.runner.token_to_kv_pool, [len(part) for part in slots]
+        for part, keys, values in zip(slots, k.split(sizes), v.split(sizes), strict=True):
+            pool.set_kv_buffer(layer, KVWriteLoc(part, physical=True), keys, values)
 
 
 def _prompt_continues(batch: ScheduleBatch) -> list[int]:
