@@ -1,15 +1,17 @@
 """Verify modes under load: no speculation, static, compact and fixed windows, side by side.
 
     python benchmarks/verify_modes.py
-    python benchmarks/verify_modes.py --arms none DFLASH "DFLASH compact" EAGLE3 "EAGLE3 compact"
+    python benchmarks/verify_modes.py --algorithms DFLASH EAGLE3
 
-An arm is an algorithm and a mode, static if none is said; `window 3` is DSPARK with 3 tokens.
+Arms of an algorithm: none, static, compact, and for DSPARK fixed windows, which are static servers
+that draft fewer tokens (`window 3`: the anchor and 2 drafts); they run on the mix. One algorithm
+after the other, each beside a server without speculation of its own: more servers than an
+algorithm has arms do not fit into a small machine's memory.
 
-All servers run SmolLM2-135M on the host platform and are up at the same time; they take turns, one
-loaded at a time, in alternating order. The load is a closed loop: as many clients as the
-concurrency says, each of which sends its next request when the last one is answered. Prompts are
-the recipe's held-out ones: `low` acceptance (chat, prose), `high` (maths, code), and a mix of both.
-Fixed windows are static servers that draft fewer tokens; they run on the mix.
+All servers of an algorithm run SmolLM2-135M on the host platform and are up at the same time; they
+take turns, one loaded at a time, in alternating order. The load is a closed loop: as many clients
+as the concurrency says, each of which sends its next request when the last one is answered. Prompts
+are the recipe's held-out ones: `low` acceptance (chat, prose), `high` (maths, code), and a mix.
 
 Written are every run, medians, ratios, what the compact servers say of padding and of their table's
 predictions, and the utilisation of a cap-accept server; a plot of throughput against speed.
@@ -50,18 +52,21 @@ def speculative(algorithm: str, *more: str) -> list[str]:
     return [*flags, *more]
 
 
-ARMS = {
-    "none": [],
-    **{algorithm: speculative(algorithm) for algorithm in ALGORITHMS},
-    **{
-        f"{algorithm} compact": speculative(algorithm, "--speculative-verify-mode", "compact")
-        for algorithm in ALGORITHMS
-    },
-    **{
-        f"window {tokens}": speculative("DSPARK", "--speculative-num-draft-tokens", str(tokens))
-        for tokens in (2, 3, 4)
-    },
-}
+def arms_of(algorithm: str) -> dict[str, list[str]]:
+    """Flags by arm."""
+    arms = {
+        "none": [],
+        "static": speculative(algorithm),
+        "compact": speculative(algorithm, "--speculative-verify-mode", "compact"),
+    }
+    if algorithm == "DSPARK":
+        for tokens in (2, 3):
+            arms[f"window {tokens}"] = speculative(
+                algorithm, "--speculative-num-draft-tokens", str(tokens)
+            )
+    return arms
+
+
 CAP_ACCEPT = speculative("DSPARK", "--speculative-verify-mode", "cap-accept")
 KINDS = {"low": ("chat", "prose"), "high": ("maths", "code")}
 
@@ -70,6 +75,7 @@ KINDS = {"low": ("chat", "prose"), "high": ("maths", "code")}
 class Run:
     """One measured load."""
 
+    algorithm: str
     arm: str
     kind: str
     concurrency: int
@@ -83,31 +89,10 @@ def main(argv: list[str] | None = None) -> None:
     model = str(prepare_demo_model("bfloat16"))
     prompts = load_prompts(model)
     runs: list[Run] = []
-    utilisation: dict[str, Any] = {}
-    with ExitStack() as stack, tempfile.TemporaryDirectory() as logs:
-        servers = {}
-        for name in args.arms:
-            servers[name] = stack.enter_context(start(model, ARMS[name], Path(logs) / name, args))
-        for server in servers.values():  # every shape once: oneDNN compiles for each
-            for concurrency in args.concurrency:
-                load(server, prompts["mix"], concurrency, args, seed=0)
-        for repeat in range(1, args.repeats + 1):
-            for kind in ("low", "high", "mix"):
-                arms = [n for n in servers if kind == "mix" or not n.startswith("window")]
-                for concurrency in args.concurrency:
-                    for name in arms if repeat % 2 else reversed(arms):
-                        run = measure(servers[name], name, kind, prompts, concurrency, args, repeat)
-                        runs.append(run)
-                        print(summary(run), file=sys.stderr, flush=True)
-        tables = {n: table_of(s) for n, s in servers.items() if n.endswith("compact")}
-    if not args.skip_cap_accept:
-        with tempfile.TemporaryDirectory() as logs:
-            with start(model, CAP_ACCEPT, Path(logs) / "cap", args) as server:
-                load(server, prompts["mix"], max(args.concurrency), args, seed=0)
-                for concurrency in args.concurrency:
-                    run = measure(server, "cap-accept", "mix", prompts, concurrency, args, 1)
-                    assert run.record is not None
-                    utilisation[str(concurrency)] = round(run.record["utilisation"], 4)
+    tables: dict[str, str] = {}
+    for algorithm in args.algorithms:
+        more, tables[algorithm] = compare(algorithm, model, prompts, args)
+        runs += more
     report = {
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "machine": describe_machine(),
@@ -121,8 +106,10 @@ def main(argv: list[str] | None = None) -> None:
         },
         "cost_tables": tables,
         "medians": medians(runs),
-        "checks": {name: checks(runs, name) for name in ALGORITHMS if f"{name} compact" in tables},
-        "utilisation_of_cap_accept_on_the_mix": utilisation,
+        "checks": {algorithm: checks(runs, algorithm) for algorithm in args.algorithms},
+        "utilisation_of_cap_accept_on_the_mix": {}
+        if args.skip_cap_accept
+        else utilisation(model, prompts, args),
         "runs": [asdict(run) for run in runs],
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -131,10 +118,51 @@ def main(argv: list[str] | None = None) -> None:
     print_tables(report)
 
 
+def compare(
+    algorithm: str, model: str, prompts: dict[str, list[list[int]]], args: argparse.Namespace
+) -> tuple[list[Run], str]:
+    """All runs of an algorithm's arms, and where the compact server's cost table is from."""
+    runs: list[Run] = []
+    with ExitStack() as stack, tempfile.TemporaryDirectory() as logs:
+        servers = {
+            arm: stack.enter_context(start(model, flags, Path(logs) / arm, args))
+            for arm, flags in arms_of(algorithm).items()
+        }
+        for server in servers.values():  # every shape once: oneDNN compiles for each
+            for concurrency in args.concurrency:
+                load(server, prompts["mix"], concurrency, args, seed=0)
+        for repeat in range(1, args.repeats + 1):
+            for kind in ("low", "high", "mix"):
+                arms = [n for n in servers if kind == "mix" or not n.startswith("window")]
+                for concurrency in args.concurrency:
+                    for arm in arms if repeat % 2 else reversed(arms):
+                        record, speeds = measure(
+                            servers[arm], arm, prompts[kind], concurrency, args, repeat
+                        )
+                        run = Run(algorithm, arm, kind, concurrency, *speeds, record)
+                        runs.append(run)
+                        print(summary(run), file=sys.stderr, flush=True)
+        return runs, table_of(servers["compact"])
+
+
+def utilisation(
+    model: str, prompts: dict[str, list[list[int]]], args: argparse.Namespace
+) -> dict[str, float]:
+    """Committed tokens for one that a full window would have committed, by concurrency."""
+    found = {}
+    with tempfile.TemporaryDirectory() as logs:
+        with start(model, CAP_ACCEPT, Path(logs) / "cap", args) as server:
+            load(server, prompts["mix"], max(args.concurrency), args, seed=0)
+            for concurrency in args.concurrency:
+                record, _ = measure(server, "cap-accept", prompts["mix"], concurrency, args, 1)
+                assert record is not None
+                found[str(concurrency)] = round(record["utilisation"], 4)
+    return found
+
+
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    default = ["none", "DSPARK", "DSPARK compact", "window 2", "window 3"]
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=default)
+    parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=ALGORITHMS)
     parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--repeats", type=int, default=3, help="at least 3 for a result")
     parser.add_argument("--waves", type=float, default=1.0, help="requests for each client")
@@ -195,15 +223,15 @@ def load(
 def measure(
     server: Server,
     arm: str,
-    kind: str,
-    prompts: dict[str, list[list[int]]],
+    prompts: list[list[int]],
     concurrency: int,
     args: argparse.Namespace,
     repeat: int,
-) -> Run:
+) -> tuple[dict[str, Any] | None, tuple[float, float]]:
+    """What the server says of its rounds, and the speeds of `load`."""
     if arm != "none":
         server.post("/set_internal_state", {"server_args": {"dspark_clear_info_records": True}})
-    tokens, user = load(server, prompts[kind], concurrency, args, repeat)
+    tokens, user = load(server, prompts, concurrency, args, repeat)
     record = None
     if arm != "none":
         said = server.get("/server_info")["internal_states"][0]["dspark_info_record"]
@@ -211,7 +239,7 @@ def measure(
         record = {name: said[name] for name in keep}
         steps = zip(said["predicted_ms"], said["measured_ms"], strict=True)
         record["step_errors"] = [round(abs(p - m) / m, 4) for p, m in steps if p and m is not None]
-    return Run(arm, kind, concurrency, round(tokens, 2), round(user, 2), record)
+    return record, (round(tokens, 2), round(user, 2))
 
 
 def table_of(server: Server) -> str:
@@ -220,50 +248,47 @@ def table_of(server: Server) -> str:
 
 
 def medians(runs: list[Run]) -> list[dict[str, Any]]:
-    groups: dict[tuple[str, int, str], list[Run]] = {}
+    groups: dict[tuple[str, str, int, str], list[Run]] = {}
     for run in runs:
-        groups.setdefault((run.kind, run.concurrency, run.arm), []).append(run)
+        groups.setdefault((run.algorithm, run.kind, run.concurrency, run.arm), []).append(run)
     return [
         {
+            "algorithm": algorithm,
             "kind": kind,
             "concurrency": concurrency,
             "arm": arm,
             "tokens_per_s": statistics.median(run.tokens_per_s for run in group),
             "user_tokens_per_s": statistics.median(run.user_tokens_per_s for run in group),
         }
-        for (kind, concurrency, arm), group in groups.items()
+        for (algorithm, kind, concurrency, arm), group in groups.items()
     ]
 
 
 def checks(runs: list[Run], algorithm: str) -> dict[str, Any]:
     """The figures that an algorithm's modes are judged by."""
-    static, compact = algorithm, f"{algorithm} compact"
+    runs = [run for run in runs if run.algorithm == algorithm]
     speed = {(r["kind"], r["concurrency"], r["arm"]): r["tokens_per_s"] for r in medians(runs)}
     kinds, sizes = {k for k, _, _ in speed}, sorted({c for _, c, _ in speed})
     best = {
         f"{kind}, {c}": round(
-            speed[kind, c, compact] / max(speed[kind, c, "none"], speed[kind, c, static]), 3
+            speed[kind, c, "compact"] / max(speed[kind, c, "none"], speed[kind, c, "static"]), 3
         )
         for kind in sorted(kinds)
         for c in sizes
     }
-    fixed = [arm for arm in ARMS if arm.startswith("window")] + [static]
+    fixed = [arm for arm in arms_of(algorithm) if arm not in ("none", "compact")]
     windows = {
-        str(c): round(
-            speed["mix", c, compact]
-            / max(speed["mix", c, arm] for arm in fixed if ("mix", c, arm) in speed),
-            3,
-        )
+        str(c): round(speed["mix", c, "compact"] / max(speed["mix", c, arm] for arm in fixed), 3)
         for c in sizes
     }
-    records = [run.record for run in runs if run.arm == compact and run.record is not None]
+    records = [run.record for run in runs if run.arm == "compact" and run.record is not None]
     verified = sum(record["verified"] for record in records)
     computed = sum(record["computed"] for record in records)
     errors = [error for record in records for error in record["step_errors"]]
     return {
         "compact_over_best_of_none_and_static": best,
         "compact_over_static_at_highest_concurrency_low": round(
-            speed["low", sizes[-1], compact] / speed["low", sizes[-1], static], 3
+            speed["low", sizes[-1], "compact"] / speed["low", sizes[-1], "static"], 3
         ),
         "compact_over_best_fixed_window_on_the_mix": windows,
         "padding_of_verify_tokens": round(1 - verified / computed, 4),
@@ -274,44 +299,56 @@ def checks(runs: list[Run], algorithm: str) -> dict[str, Any]:
 def summary(run: Run) -> str:
     record = "" if run.record is None else f" accept length {run.record['accept_length']:.2f}"
     return (
-        f"{run.arm:14} {run.kind:5} {run.concurrency:3} {run.tokens_per_s:8.1f} tokens/s"
-        f" {run.user_tokens_per_s:6.1f} a user{record}"
+        f"{run.algorithm} {run.arm:9} {run.kind:5} {run.concurrency:3}"
+        f" {run.tokens_per_s:8.1f} tokens/s {run.user_tokens_per_s:6.1f} a user{record}"
     )
 
 
 def print_tables(report: dict[str, Any]) -> None:
     for row in report["medians"]:
         print(
-            f"{row['kind']:5} {row['concurrency']:3} {row['arm']:14} {row['tokens_per_s']:8.1f} "
-            f"{row['user_tokens_per_s']:8.1f}"
+            f"{row['algorithm']:6} {row['kind']:5} {row['concurrency']:3} {row['arm']:9} "
+            f"{row['tokens_per_s']:8.1f} {row['user_tokens_per_s']:8.1f}"
         )
     print(json.dumps(report["checks"], indent=1))
     print("utilisation:", report["utilisation_of_cap_accept_on_the_mix"])
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Throughput against the speed of one user, one curve an arm, one panel a kind."""
+    """Throughput against the speed of one user: one curve an arm, a panel for each algorithm and
+    kind."""
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
 
     kinds = sorted({row["kind"] for row in rows})
-    figure, axes = pyplot.subplots(1, len(kinds), figsize=(5 * len(kinds), 4), squeeze=False)
-    for kind, axis in zip(kinds, axes[0], strict=True):
-        for arm in ARMS:
-            points = [r for r in rows if r["kind"] == kind and r["arm"] == arm]
-            if points:
-                axis.plot(
-                    [r["user_tokens_per_s"] for r in points],
-                    [r["tokens_per_s"] for r in points],
-                    marker="o",
-                    linewidth=2 if arm.endswith("compact") else 1,
-                    label=arm,
-                )
-        axis.set(title=kind, xlabel="tokens/s of one user", ylabel="tokens/s of all")
-        axis.grid(alpha=0.3)
-    axes[0][-1].legend()
+    algorithms = list(dict.fromkeys(row["algorithm"] for row in rows))
+    shape = (len(algorithms), len(kinds))
+    figure, axes = pyplot.subplots(*shape, figsize=(5 * shape[1], 4 * shape[0]), squeeze=False)
+    for algorithm, panels in zip(algorithms, axes, strict=True):
+        for kind, axis in zip(kinds, panels, strict=True):
+            for arm in arms_of(algorithm):
+                points = [
+                    row
+                    for row in rows
+                    if (row["algorithm"], row["kind"], row["arm"]) == (algorithm, kind, arm)
+                ]
+                if points:
+                    axis.plot(
+                        [row["user_tokens_per_s"] for row in points],
+                        [row["tokens_per_s"] for row in points],
+                        marker="o",
+                        linewidth=2 if arm == "compact" else 1,
+                        label=arm,
+                    )
+            axis.set(
+                title=f"{algorithm}, {kind}",
+                xlabel="tokens/s of one user",
+                ylabel="tokens/s of all",
+            )
+            axis.grid(alpha=0.3)
+        panels[-1].legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 

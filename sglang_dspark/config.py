@@ -71,7 +71,8 @@ class ScheduleConfig:
     tiers: how many graphs, or their token counts. budget: "auto", "random", or the share of the
     drafted tokens to verify. min_gain: see `schedule.budget`. table: the cost table of a file;
     None: measured at start-up. temperatures: calibration (STS), one a position; None: identity.
-    calibration: where they are from, for the log.
+    calibration: where they are from, for the log. refine: whether step times measured while serving
+    correct the table.
     """
 
     tiers: int | tuple[int, ...] = 12
@@ -80,6 +81,7 @@ class ScheduleConfig:
     table: Table | None = None
     temperatures: tuple[float, ...] | None = None
     calibration: str = "none (identity)"
+    refine: bool = True
 
 
 @dataclass(frozen=True)
@@ -235,6 +237,7 @@ def _schedule(args: Any, environ: Mapping[str, str], gamma: int) -> ScheduleConf
         table=table,
         temperatures=temperatures,
         calibration=calibration,
+        refine=_one_of(flags.REFINE, environ.get(flags.REFINE.variable, "on")) == "on",
     )
 
 
@@ -264,6 +267,13 @@ def _budget(value: str) -> Literal["auto", "random"] | float:
     if value == "random":
         return "random"
     return _number(flags.BUDGET, value, 0.0, 1.0, also="auto, random, or ")
+
+
+def _one_of(flag: flags.Flag, value: str) -> str:
+    allowed = flag.choices or ()
+    if value not in allowed:
+        raise ConfigError(f"{flag.name} is {value!r}; must be one of {', '.join(allowed)}")
+    return value
 
 
 def _number(flag: flags.Flag, value: str, low: float, high: float, also: str = "") -> float:

@@ -52,7 +52,13 @@ MIN_GAIN = Flag(
     PREFIX + "MIN_GAIN",
     "Predicted gain in throughput from which windows are trimmed. Default: 0.02.",
 )
-FLAGS = (MODE, TIERS, BUDGET, MIN_GAIN)
+REFINE = Flag(
+    "--speculative-verify-refine",
+    PREFIX + "REFINE",
+    "Whether step times measured while serving correct the cost table, by tier. Default: on.",
+    ("on", "off"),
+)
+FLAGS = (MODE, TIERS, BUDGET, MIN_GAIN, REFINE)
 
 
 class _StoreInEnvironment(argparse._StoreAction):

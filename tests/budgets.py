@@ -48,3 +48,10 @@ class Batch:
             np.full(requests, window),
             took,
         )
+
+    def settle(
+        self, by: BudgetScheduler, survival: list[float], window: int = 1, accepted: int = 0
+    ) -> None:
+        """`learn` until nothing else is thought of these requests."""
+        for _ in range(80):
+            self.learn(by, survival, window, accepted)

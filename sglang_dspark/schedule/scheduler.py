@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cost_tables.model import Floats, RoundCost
+from cost_tables.profiling import forcing
+from cost_tables.refine import RefinedCost, Refinement
 from cuda_graph.tiers import TierGrid
 from sglang_dspark.config import ScheduleConfig
 from sglang_dspark.schedule.budget import Budget, choose_budget, early_stop
@@ -23,15 +25,19 @@ Ints = npt.NDArray[np.int64]
 # After a round without a draft the confidences are those of before: look again after so many
 # (twice as many each time). The same for the far end of blocks that are drafted in part.
 FIRST_PROBE, LAST_PROBE = 16, 128
-# Weight of a new observation in running means: the last 20 rounds or so count.
-NEWS = 0.05
+# What is usual is the mean of the last so many blocks (one of each request and drafted round), and
+# of so many that survived whole, with which it starts.
+USUAL_BLOCKS, FIRST_BLOCKS = 64, 4
+# Weight of a request's new block against what was thought of it before. One block tells little of
+# the next: see docs/verify_modes.md for what predicts best.
+NEWS_OF_REQUEST = 0.2
+# Tokens that the round before did not draft are known less well, and news of them weigh more.
+NEWS_OF_FAR_END = 0.6
 # The same for accepted tokens, which differ between kinds of text: the last 10 rounds or so.
 NEWS_OF_TRUST = 0.1
 # A draft must promise this much more throughput than plain decoding: it is the best of many
 # estimates, and the best of many is overestimated.
 DRAFT_GAIN = 1.05
-# A step that takes longer than this many usual ones was disturbed, and counts as so many.
-DISTURBED = 3.0
 
 
 @dataclass(frozen=True)
@@ -76,14 +82,18 @@ class BudgetScheduler:
         self._captured = captured
         # "auto", or what is forced; a running server can be told another (see the worker).
         self.share = config.budget
-        # Latest survivals of the request in each row; valid while its generation is the row's.
+        # What the request in each row is thought to survive, and whether a block was drafted to
+        # find out; valid while its generation is the row's.
+        self._asked = np.full(rows, -1, dtype=np.int64)
         self._survivals = np.ones((rows, gamma))
         self._generations = np.full(rows, -1, dtype=np.int64)
         self._broken = np.full(rows, -1, dtype=np.int64)  # generation whose confidences are broken
         # What a request of which nothing is known is taken to survive; at first, everything.
-        self._usual = np.ones(gamma)
+        self._usual, self._usual_blocks = np.ones(gamma), FIRST_BLOCKS
+        self._depth = gamma  # of the last drafted round
         self._trust = 1.0
-        self._pace = {True: 1.0, False: 1.0}  # measured seconds for a predicted one, by `drafts`
+        self.refinement = Refinement(grid.sizes, enabled=config.refine)
+        self._drafted_cost = RefinedCost(cost.drafted, self.refinement, drafted=True)
         self._plain_rounds, self._patience = 0, FIRST_PROBE
         self._shallow = 0  # rounds since the whole block was drafted
         self._random = random.Random(0)
@@ -99,40 +109,56 @@ class BudgetScheduler:
         if requests > self.grid.max_requests:
             return Decision(self.gamma, full, None)
         if self.share != "auto":
-            share = self._random.random() if self.share == "random" else self.share
-            return self.forced(requests, int(share * full + 1e-9))
+            return self.forced(requests, *self._told(requests))
         if (self._broken[rows] == generations).any():
             return self.forced(requests, full)
         known = self._known(rows, generations)
         budget = self._best(known, context)
         plain = self._plain(requests, context)
-        if plain is not None and DRAFT_GAIN * plain.expected_tokens / (
-            plain.seconds * self._pace[False]
-        ) > budget.expected_tokens / (budget.seconds * self._pace[True]):
+        if plain is not None and DRAFT_GAIN * self._rate(plain) > budget.throughput:
             self._plain_rounds += 1
-            if self._plain_rounds <= self._patience:
+            if self._plain_rounds > self._patience:
+                self._plain_rounds, self._patience = 0, min(2 * self._patience, LAST_PROBE)
+            elif 2 * np.count_nonzero(self._asked[rows] == generations) >= requests:
                 return plain
-            self._plain_rounds, self._patience = 0, min(2 * self._patience, LAST_PROBE)
+            budget = self._best(known[:, :1], context)  # one token each tells enough to go on
         else:
             self._plain_rounds, self._patience = 0, FIRST_PROBE
-        if budget.depth < self.gamma and self._shallow >= LAST_PROBE:
-            budget = self._best(known, context, depths=())
+            if budget.depth < self.gamma and self._shallow >= LAST_PROBE:
+                budget = self._best(known, context, depths=())
         self._shallow = self._shallow + 1 if budget.depth < self.gamma else 0
-        return _drafted(budget)
+        self._asked[rows] = generations
+        return self._drafted(budget)
 
     def _best(self, known: Floats, context: float, depths: tuple[int, ...] | None = None) -> Budget:
         min_gain = self.config.min_gain
         return choose_budget(
-            known, self.grid, self.cost.drafted, context, min_gain, self._trust, depths
+            known, self.grid, self._drafted_cost, context, min_gain, self._trust, depths
         )
 
-    def forced(self, requests: int, budget: int) -> Decision:
-        """A round with a given budget. Nothing is predicted: there may be no table."""
-        return Decision(self.gamma, budget, self.grid.index(requests + budget, requests))
+    def forced(self, requests: int, budget: int, depth: int | None = None) -> Decision:
+        """A round with a given budget and depth (None: γ). Nothing is predicted: there may be no
+        table."""
+        depth = self.gamma if depth is None else depth
+        return Decision(depth, budget, self.grid.index(requests + budget, requests))
+
+    def _told(self, requests: int) -> tuple[int, int]:
+        """Budget and depth that `share` stands for, which is not "auto"."""
+        share, full = self.share, requests * self.gamma
+        if share == "random":
+            return int(self._random.random() * full + 1e-9), self.gamma
+        if isinstance(share, str):  # profile, and nothing told yet
+            return full, self.gamma
+        if self.config.budget == "profile":
+            depth, budget = forcing.decode(share, requests, self.gamma)
+            return budget, depth
+        return int(share * full + 1e-9), self.gamma
 
     def stop_early(self, survivals: Floats, context: float) -> Decision:
         """Algorithm 1 over this round's own survivals [R, D], for where they can be waited for."""
-        return _drafted(early_stop(survivals, self.grid, self.cost.drafted, context, self._trust))
+        return self._drafted(
+            early_stop(survivals, self.grid, self._drafted_cost, context, self._trust)
+        )
 
     def learn_broken(self, rows: Ints, generations: Ints) -> None:
         """Requests whose confidences are not finite: batches with one of them are not trimmed."""
@@ -143,15 +169,23 @@ class BudgetScheduler:
     ) -> None:
         """From a drafted round that is over: survivals [R, D], the windows and what they took."""
         depth = survivals.shape[1]
+        far_end = np.arange(depth) >= self._depth
+        self._depth = depth
         before = max(self._usual[depth - 1], 1e-9)
-        self._usual[:depth] += NEWS * (survivals.mean(axis=0) - self._usual[:depth])
+        self._usual_blocks = min(self._usual_blocks + len(rows), USUAL_BLOCKS + len(rows))
+        news = np.where(far_end, NEWS_OF_FAR_END, len(rows) / self._usual_blocks)
+        self._usual[:depth] += news * (survivals.mean(axis=0) - self._usual[:depth])
+        self._usual[:depth] = np.minimum.accumulate(self._usual[:depth])
         # What was not drafted is taken to fall from there on as it did before, or usually does.
         self._usual[depth:] *= self._usual[depth - 1] / before
-        before_rows = self._known(rows, generations)
-        falls = before_rows[:, depth:] / np.maximum(before_rows[:, depth - 1 : depth], 1e-9)
-        rest = np.minimum(falls, 1.0) * survivals[:, -1:]
-        self._survivals[rows] = np.concatenate([survivals, rest], axis=1)
-        self._generations[rows] = generations
+        thought = self._known(rows, generations)
+        falls = thought[:, depth:] / np.maximum(thought[:, depth - 1 : depth], 1e-9)
+        news = np.where(far_end, NEWS_OF_FAR_END, NEWS_OF_REQUEST)
+        seen = thought[:, :depth] + news * (survivals - thought[:, :depth])
+        seen = np.minimum.accumulate(seen, axis=1)  # no token is likelier than the one before
+        rest = np.minimum(falls, 1.0) * seen[:, -1:]
+        self._survivals[rows] = np.concatenate([seen, rest], axis=1)
+        self._generations[rows] = self._asked[rows] = generations
         self._broken[rows] = -1
         verified = np.arange(depth) < windows[:, None] - 1
         promised = float(survivals[verified].sum())
@@ -163,11 +197,8 @@ class BudgetScheduler:
 
     def learn_time(self, decision: Decision, seconds: float) -> None:
         """What the round of `decision` took, from its start to that of the next."""
-        if decision.seconds <= 0:
-            return
-        pace = self._pace[decision.drafts]
-        ratio = min(seconds / decision.seconds, DISTURBED * pace)
-        self._pace[decision.drafts] = pace + NEWS * (ratio - pace)
+        if decision.seconds > 0 and decision.tier is not None:
+            self.refinement.learn(decision.tier, decision.drafts, decision.seconds, seconds)
 
     def _known(self, rows: Ints, generations: Ints) -> Floats:
         known = self._generations[rows] == generations
@@ -182,8 +213,12 @@ class BudgetScheduler:
         seconds = float(self.cost.plain.seconds(requests, np.array([float(size)]), context)[0])
         return Decision(0, 0, tier, float(requests), seconds)
 
+    def _rate(self, plain: Decision) -> float:
+        """Tokens a second of a round without a draft."""
+        assert plain.tier is not None
+        seconds = plain.seconds * self.refinement.factor(plain.tier, drafted=False)
+        return plain.expected_tokens / seconds
 
-def _drafted(budget: Budget) -> Decision:
-    return Decision(
-        budget.depth, budget.tokens, budget.tier, budget.expected_tokens, budget.seconds
-    )
+    def _drafted(self, budget: Budget) -> Decision:
+        by_table = budget.seconds / self.refinement.factor(budget.tier, drafted=True)
+        return Decision(budget.depth, budget.tokens, budget.tier, budget.expected_tokens, by_table)

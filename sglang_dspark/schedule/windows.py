@@ -67,6 +67,11 @@ class WindowScheduler:
         """captured: whether there are graphs for the grid, or tiers are run eagerly."""
         self.grid, self._captured = grid, captured
 
+    @property
+    def captured(self) -> bool:
+        """Whether rounds without a draft are padded to a tier too."""
+        return self._captured
+
     def start(self, source: CostSource) -> None:
         """The table is known too."""
         assert self.grid is not None
@@ -191,8 +196,20 @@ class WindowScheduler:
             "tiers": f"{self.grid.describe()} tokens, up to {self.grid.max_requests} requests",
             "budget": f"{config.budget}, from confidences {when}, minimum gain {config.min_gain}",
             "cost table": self.source.about,
+            "refinement": self._refinement(),
             "calibration": config.calibration,
         }
+
+    def _refinement(self) -> str:
+        """Seconds for one that the table says, over the tiers, of drafted and plain rounds."""
+        budgets = self._budgets
+        if budgets is None or not budgets.refinement.enabled:
+            return "off"
+        ranges = []
+        for kind, drafted in (("drafted", True), ("plain", False)):
+            factors = np.exp(budgets.refinement.corrections(drafted))
+            ranges.append(f"{kind} x {factors.min():.2f} to {factors.max():.2f}")
+        return ", ".join(ranges)
 
     def _stops_early(self, decision: Decision) -> bool:
         """Only a decision of the table (it predicts a time) is made again with better knowledge."""

@@ -63,7 +63,8 @@ grid = TierGrid.of([4, 5, 6], max_requests=2, gamma=2)
 budgets = BudgetScheduler(ScheduleConfig(), 2, grid, cost, rows=4)
 survivals = np.array([[1.0, 0.5 + (1e-6 if rank == 0 else -1e-6)], [1.0, 0.5]])
 rows = generations = np.arange(2)
-budgets.learn(rows, generations, survivals, windows=np.ones(2, int), accepted=np.zeros(2, int))
+for _ in range(120):
+    budgets.learn(rows, generations, survivals, windows=np.ones(2, int), accepted=np.zeros(2, int))
 
 def decide():
     return budgets.decide(rows, generations, 0.0)

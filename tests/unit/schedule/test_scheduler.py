@@ -20,9 +20,10 @@ from budgets import (
 )
 from cost_tables import FlatCost, RoundCost
 from sglang_dspark.schedule.scheduler import (
+    FIRST_BLOCKS,
     FIRST_PROBE,
     LAST_PROBE,
-    NEWS,
+    NEWS_OF_REQUEST,
     BudgetScheduler,
     Decision,
 )
@@ -36,23 +37,27 @@ def test_of_a_new_server_everything_is_expected() -> None:
     assert decision.expected_tokens == 3 * (1 + GAMMA)
 
 
-def test_an_unknown_request_is_taken_for_the_usual_one() -> None:
-    budgets = scheduler()
-    known = Batch(1)
+def test_a_block_moves_its_request_and_what_is_usual() -> None:
+    """A request is taken for the usual one, and then moves away from it with each of its blocks."""
+    budgets, known = scheduler(), Batch(1)
     known.learn(budgets, [0.75, 0.25, 0.0, 0.0], window=5, accepted=1)  # 1, as promised
-    assert known.decide(budgets).expected_tokens == pytest.approx(2.0)
-    usual = GAMMA - NEWS * (GAMMA - 1)
+    usual = (FIRST_BLOCKS * GAMMA + 1) / (FIRST_BLOCKS + 1)
     unknown = budgets.decide(np.array([7]), np.array([0]), 0.0)
     assert unknown.expected_tokens == pytest.approx(1 + usual)
+    own = usual + NEWS_OF_REQUEST * (1 - usual)
+    assert known.decide(budgets).expected_tokens == pytest.approx(1 + own)
+    known.settle(budgets, [0.75, 0.25, 0.0, 0.0])
+    assert known.decide(budgets).expected_tokens == pytest.approx(2.0)
 
 
 def test_a_new_generation_forgets_the_rows_old_tenant() -> None:
-    budgets = scheduler()
-    old = Batch(1)
-    old.learn(budgets, [0.5, 0.5, 0.0, 0.0], window=5, accepted=1)
+    budgets, old, other = scheduler(), Batch(1), Batch(1)
+    other.rows = np.array([5])
+    old.settle(budgets, [0.5, 0.5, 0.0, 0.0])
+    other.settle(budgets, [1.0, 1.0, 1.0, 1.0])
     new = budgets.decide(old.rows, old.generations + 1, 0.0)
     assert old.decide(budgets).expected_tokens == pytest.approx(2.0)
-    assert new.expected_tokens > 4.5
+    assert new.expected_tokens > 4
 
 
 # --- budgets -------------------------------------------------------------------------------------
@@ -146,7 +151,7 @@ def plain_rounds(budgets: BudgetScheduler, batch: Batch) -> int:
 
 
 def nothing_accepted(budgets: BudgetScheduler, batch: Batch) -> None:
-    batch.learn(budgets, [0.1, 0.0, 0.0, 0.0], window=5, accepted=0)
+    batch.settle(budgets, [0.1, 0.0, 0.0, 0.0], window=5)
 
 
 def test_where_drafting_does_not_pay_it_is_tried_again_ever_more_rarely() -> None:
@@ -170,7 +175,7 @@ def test_good_survivals_bring_the_draft_back() -> None:
     for _ in range(3):
         nothing_accepted(budgets, batch)
         assert plain_rounds(budgets, batch) >= FIRST_PROBE
-    batch.learn(budgets, [1.0] * GAMMA, window=5, accepted=8 * GAMMA)
+    batch.settle(budgets, [1.0] * GAMMA, window=5, accepted=8 * GAMMA)
     assert [batch.decide(budgets).drafts for _ in range(10)] == [True] * 10
     nothing_accepted(budgets, batch)
     assert plain_rounds(budgets, batch) == FIRST_PROBE  # patience began anew
