@@ -24,12 +24,12 @@ import numpy.typing as npt
 from cost_tables.model import Floats, StepCost
 
 DECAY = 0.98  # the last 50 rounds or so count
-PRIOR = 4.0  # rounds
+PRIOR = 2.0  # rounds
 COMMON_NEWS, HOPE = 0.05, 0.02
 # No table is believed to be further off than this.
 BOUND = math.log(4.0)
-# A step that takes this many times what was expected was disturbed, and counts as so many.
-DISTURBED = math.log(3.0)
+# A step that takes this many times what was thought was disturbed, and counts as so many.
+DISTURBED = math.log(1.5)
 
 
 class Refinement:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,9 @@ FIRST_PROBE, LAST_PROBE = 16, 128
 # What is usual is the mean of the last so many blocks (one of each request and drafted round), and
 # of so many that survived whole, with which it starts.
 USUAL_BLOCKS, FIRST_BLOCKS = 64, 4
+# After so many drafted rounds in one tier whose time is off its table's by this much (as a
+# logarithm), another is tried: nothing else tells whether it is the tier or the machine.
+TIER_ROUNDS, TIER_OFF = 32, 0.1
 # Weight of a request's new block against what was thought of it before. One block tells little of
 # the next: see docs/verify_modes.md for what predicts best.
 NEWS_OF_REQUEST = 0.2
@@ -93,6 +97,7 @@ class BudgetScheduler:
         self._depth = gamma  # of the last drafted round
         self._trust = 1.0
         self.refinement = Refinement(grid.sizes, enabled=config.refine)
+        self._tier, self._tier_rounds = -1, 0  # of the drafted rounds before, and how many
         self._drafted_cost = RefinedCost(cost.drafted, self.refinement, drafted=True)
         self._plain_rounds, self._patience = 0, FIRST_PROBE
         self._shallow = 0  # rounds since the whole block was drafted
@@ -113,7 +118,7 @@ class BudgetScheduler:
         if (self._broken[rows] == generations).any():
             return self.forced(requests, full)
         known = self._known(rows, generations)
-        budget = self._best(known, context)
+        budget = self._best(known, context, avoid=self._worn())
         plain = self._plain(requests, context)
         if plain is not None and DRAFT_GAIN * self._rate(plain) > budget.throughput:
             self._plain_rounds += 1
@@ -128,13 +133,22 @@ class BudgetScheduler:
                 budget = self._best(known, context, depths=())
         self._shallow = self._shallow + 1 if budget.depth < self.gamma else 0
         self._asked[rows] = generations
+        self._tier_rounds = self._tier_rounds + 1 if budget.tier == self._tier else 0
+        self._tier = budget.tier
         return self._drafted(budget)
 
-    def _best(self, known: Floats, context: float, depths: tuple[int, ...] | None = None) -> Budget:
+    def _best(self, known: Floats, context: float, **more: Any) -> Budget:
         min_gain = self.config.min_gain
         return choose_budget(
-            known, self.grid, self._drafted_cost, context, min_gain, self._trust, depths
+            known, self.grid, self._drafted_cost, context, min_gain, self._trust, **more
         )
+
+    def _worn(self) -> int | None:
+        """The tier that is to be left for a round."""
+        if self._tier_rounds < TIER_ROUNDS:
+            return None
+        off = abs(float(self.refinement.corrections(True)[self._tier]))
+        return self._tier if off > TIER_OFF else None
 
     def forced(self, requests: int, budget: int, depth: int | None = None) -> Decision:
         """A round with a given budget and depth (None: γ). Nothing is predicted: there may be no

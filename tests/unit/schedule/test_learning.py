@@ -22,7 +22,6 @@ from sglang_dspark.kernels.top_windows import top_windows_reference
 from sglang_dspark.schedule import scheduler as module
 from sglang_dspark.schedule.budget import Budget, choose_budget
 from sglang_dspark.schedule.scheduler import (
-    DRAFT_GAIN,
     LAST_PROBE,
     USUAL_BLOCKS,
     BudgetScheduler,
@@ -236,3 +235,28 @@ def test_predicted_seconds_stay_those_of_the_table() -> None:
     budgets, batch = scheduler(), Batch()
     measured(budgets, batch.decide(budgets), 2.0)
     assert batch.decide(budgets).seconds == pytest.approx(0.01)
+
+
+def test_budgets_leave_tiers_that_become_slow_and_come_back() -> None:
+    """Within 200 rounds each, as the times of steps that really ran tell."""
+    workload = Workload(STEEP)
+    budgets, batch = workload.budgets, workload.batch
+
+    def play(slow: int | None, rounds: int) -> list[int]:
+        """Rounds on a machine where tiers from `slow` on take twice as long; their tiers."""
+        tiers = []
+        for _ in range(rounds):
+            decision = batch.decide(budgets)
+            assert decision.tier is not None
+            tiers.append(decision.tier)
+            workload.play(0.8, rounds=1)
+            late = slow is not None and decision.tier >= slow
+            budgets.learn_time(decision, decision.seconds * (2.0 if late else 1.0))
+        return tiers
+
+    usual = play(None, 200)[-1]
+    assert len(set(play(None, 50))) == 1
+    left = play(usual, 200)
+    assert left[0] == usual and np.mean(np.array(left[-50:]) < usual) > 0.9
+    back = play(None, 200)
+    assert back[0] < usual and np.mean(np.array(back[-20:]) == usual) > 0.9

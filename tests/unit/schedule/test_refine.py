@@ -47,7 +47,7 @@ def test_tiers_are_told_apart() -> None:
 def test_one_step_moves_little_however_long_it_takes() -> None:
     refinement = Refinement(SIZES)
     measured(refinement, 1, 1000.0, rounds=1)
-    assert 1.0 < refinement.factor(1, drafted=True) < 1.35
+    assert 1.0 < refinement.factor(1, drafted=True) < 1.2
 
 
 def test_a_slow_tier_that_is_avoided_is_thought_of_as_the_others_in_the_end() -> None:
@@ -55,7 +55,7 @@ def test_a_slow_tier_that_is_avoided_is_thought_of_as_the_others_in_the_end() ->
     measured(refinement, 3, 3.0, rounds=40)
     assert refinement.factor(3, drafted=True) > 2.5
     measured(refinement, 1, 1.0, rounds=200)
-    assert refinement.factor(3, drafted=True) < 1.2
+    assert refinement.factor(3, drafted=True) < 1.25
 
 
 def test_the_kind_that_is_not_run_is_hoped_to_be_faster_but_not_feared_to_be_slower() -> None:
