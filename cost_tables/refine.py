@@ -28,8 +28,9 @@ PRIOR = 2.0  # rounds
 COMMON_NEWS, HOPE = 0.05, 0.02
 # No table is believed to be further off than this.
 BOUND = math.log(4.0)
-# A step that takes this many times what was thought was disturbed, and counts as so many.
-DISTURBED = math.log(1.5)
+# A step that takes this many times what was thought was disturbed, and counts as so many; the
+# second is for tiers that have not been run lately, of which nothing better is known.
+DISTURBED, SURPRISE = math.log(1.5), math.log(3.0)
 
 
 class Refinement:
@@ -48,7 +49,8 @@ class Refinement:
         if not self.enabled:
             return
         known = float(self.corrections(drafted)[tier])
-        off = min(max(math.log(measured / expected), known - DISTURBED), known + DISTURBED)
+        most = DISTURBED if self._weights[drafted][tier] > 1 else SURPRISE
+        off = min(max(math.log(measured / expected), known - most), known + most)
         off = min(max(off, -BOUND), BOUND)
         for values in (*self._sums.values(), *self._weights.values()):
             values *= DECAY
@@ -58,10 +60,11 @@ class Refinement:
         hope = min(0.0, self.common[drafted] - self.common[not drafted])
         self.common[not drafted] += HOPE * hope
 
-    def corrections(self, drafted: bool) -> Floats:
-        """c of every tier, float64 [tiers]."""
+    def corrections(self, drafted: bool, hopeful: bool = False) -> Floats:
+        """c of every tier, float64 [tiers]. hopeful: what is not known is as fast as its table."""
+        common = min(0.0, self.common[drafted]) if hopeful else self.common[drafted]
         weights = self._weights[drafted] + PRIOR
-        corrections: Floats = (self._sums[drafted] + PRIOR * self.common[drafted]) / weights
+        corrections: Floats = (self._sums[drafted] + PRIOR * common) / weights
         return corrections
 
     def factor(self, tier: int, drafted: bool) -> float:
@@ -71,17 +74,18 @@ class Refinement:
 
 @dataclass(frozen=True)
 class RefinedCost:
-    """A table's costs of drafted or of plain rounds, as corrected."""
+    """A table's costs of drafted or of plain rounds, as corrected. hopeful: see `Refinement`."""
 
     table: StepCost
     refinement: Refinement
     drafted: bool
+    hopeful: bool = False
 
     def seconds(
         self, requests: int, tokens: Floats, context: float, drafted: Floats | float = 0.0
     ) -> Floats:
         """As in `StepCost`; between two tiers, corrections are interpolated."""
-        corrections = self.refinement.corrections(self.drafted)
+        corrections = self.refinement.corrections(self.drafted, self.hopeful)
         by_table = self.table.seconds(requests, tokens, context, drafted)
         refined: Floats = by_table * np.exp(np.interp(tokens, self.refinement.sizes, corrections))
         return refined

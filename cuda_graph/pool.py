@@ -30,6 +30,7 @@ class GraphPool:
         "eager", at every replay.
     backend: "cuda" replays a captured torch.cuda.CUDAGraph, "eager" calls `forward` over the same
         buffers with the same padding, so that what runs on a GPU can be tested without one.
+    before_replay: called with the tier's tokens before every replay on "eager", for tests.
     A result belongs to its tier's graph: the next replay of the tier overwrites it on "cuda".
     """
 
@@ -40,6 +41,7 @@ class GraphPool:
         buffers: Mapping[str, Buffer],
         device: torch.device,
         backend: str = "cuda",
+        before_replay: Callable[[int], None] | None = None,
     ) -> None:
         if backend not in ("cuda", "eager"):
             raise ValueError(f"backend is {backend!r}; must be 'cuda' or 'eager'")
@@ -47,6 +49,7 @@ class GraphPool:
             raise ValueError(f"backend 'cuda' needs a CUDA device, not {device}")
         largest = grid.tiers[-1].tokens
         self.grid, self.backend, self._forward = grid, backend, forward
+        self._before_replay = before_replay
         self._specs = dict(buffers)
         self._buffers = {
             name: torch.full((largest, *b.shape), b.padding, dtype=b.dtype, device=device)
@@ -91,6 +94,8 @@ class GraphPool:
             buffer[: len(value)].copy_(value)
             buffer[len(value) : tokens].fill_(self._specs[name].padding)
         if self.backend == "eager":
+            if self._before_replay is not None:
+                self._before_replay(tokens)
             return self._forward(self._views(tokens))
         if tokens not in self._graphs:
             raise RuntimeError("replay before capture")

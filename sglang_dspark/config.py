@@ -26,6 +26,7 @@ from sglang_dspark.drafters.checkpoints import (
 )
 from sglang_dspark.drafters.checkpoints.translate import is_translated
 from sglang_dspark.errors import ConfigError
+from sglang_dspark.files import check_new_file
 from sglang_dspark.gamma import resolve_gamma
 from sglang_dspark.schedule.calibration import read_temperatures
 
@@ -68,20 +69,31 @@ class TargetModel:
 class ScheduleConfig:
     """How windows are sized; means nothing in static mode.
 
-    tiers: how many graphs, or their token counts. budget: "auto", "random", or the share of the
-    drafted tokens to verify. min_gain: see `schedule.budget`. table: the cost table of a file;
-    None: measured at start-up. temperatures: calibration (STS), one a position; None: identity.
-    calibration: where they are from, for the log. refine: whether step times measured while serving
-    correct the table.
+    tiers: how many graphs, or their token counts. budget: "auto", "random", the share of the
+    drafted tokens to verify, or "profile": what the profiler says, full windows until then.
+    min_gain: see `schedule.budget`. table: the cost table of a file; None: measured at start-up.
+    temperatures: calibration (STS), one a position; None: identity. calibration: where they are
+    from, for the log. refine: whether step times measured while serving correct the table.
+    confidence_fit: whether confidences are fitted while serving; "auto": where there is no
+    calibration. test_delays: a test's file that slows tiers down.
     """
 
     tiers: int | tuple[int, ...] = 12
-    budget: Literal["auto", "random"] | float = "auto"
+    budget: Literal["auto", "random", "profile"] | float = "auto"
     min_gain: float = 0.02
     table: Table | None = None
     temperatures: tuple[float, ...] | None = None
     calibration: str = "none (identity)"
     refine: bool = True
+    confidence_fit: str = "auto"
+    test_delays: Path | None = None
+
+    @property
+    def fits_online(self) -> bool:
+        """Whether confidences follow the verify outcomes while serving."""
+        if self.confidence_fit == "auto":
+            return self.temperatures is None
+        return self.confidence_fit == "on"
 
 
 @dataclass(frozen=True)
@@ -89,6 +101,7 @@ class SpecConfig:
     """Everything the worker needs to know, resolved.
 
     gamma: draft tokens proposed per round; a verify window holds gamma + 1 tokens.
+    records: file to write every round to, None: none.
     """
 
     algorithm: Algorithm
@@ -96,6 +109,12 @@ class SpecConfig:
     gamma: int
     draft: DraftCheckpoint
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    records: Path | None = None
+
+    @property
+    def wants_evidence(self) -> bool:
+        """Whether drafters say how sure they are of each token."""
+        return self.mode.schedules or self.records is not None
 
     @property
     def width(self) -> int:
@@ -193,8 +212,18 @@ def resolve(args: Any, target: TargetModel, environ: Mapping[str, str] = os.envi
     check_ranks(draft, getattr(args, "tp_size", 1) or 1)
     gamma = resolve_gamma(args, draft)
     _check_variables(mode, environ)
-    schedule = _schedule(args, environ, gamma) if mode.schedules else ScheduleConfig()
-    return SpecConfig(algorithm=algorithm, mode=mode, gamma=gamma, draft=draft, schedule=schedule)
+    schedule = ScheduleConfig()
+    if mode.schedules:
+        made_for = {"algorithm": algorithm, "has_confidence_head": draft.has_confidence_head}
+        schedule = _schedule(args, environ, gamma, made_for)
+    return SpecConfig(
+        algorithm=algorithm,
+        mode=mode,
+        gamma=gamma,
+        draft=draft,
+        schedule=schedule,
+        records=_records(args, environ),
+    )
 
 
 def verify_mode(environ: Mapping[str, str] = os.environ) -> VerifyMode:
@@ -212,11 +241,29 @@ def _check_variables(mode: VerifyMode, environ: Mapping[str, str]) -> None:
     for name, value in environ.items():
         if name.startswith(flags.PREFIX) and name not in ours:
             raise ConfigError(f"{name} is not known; did you mean one of {', '.join(ours)}?")
-        if name in ours and not mode.schedules:
+        if name in ours and not mode.schedules and name != flags.RECORDS.variable:
             raise ConfigError(f"{ours[name]} is {value!r}, but {_NOT_IN_STATIC}")
 
 
-def _schedule(args: Any, environ: Mapping[str, str], gamma: int) -> ScheduleConfig:
+def _records(args: Any, environ: Mapping[str, str]) -> Path | None:
+    value = environ.get(flags.RECORDS.variable)
+    if value is None:
+        return None
+    if not value:
+        raise ConfigError(f"{flags.RECORDS.name} is {value!r}; must be the name of a file")
+    replicas = getattr(args, "dp_size", 1) or 1
+    if replicas > 1:
+        raise ConfigError(
+            f"{flags.RECORDS.name} with --dp-size {replicas}: {replicas} replicas would write one "
+            "file; serve with --dp-size 1, or drop the flag"
+        )
+    check_new_file(Path(value), flags.RECORDS.name)
+    return Path(value).absolute()
+
+
+def _schedule(
+    args: Any, environ: Mapping[str, str], gamma: int, made_for: Mapping[str, object]
+) -> ScheduleConfig:
     table = temperatures = None
     calibration = ScheduleConfig.calibration
     if path := getattr(args, "speculative_dspark_sps_table_path", None):
@@ -226,7 +273,7 @@ def _schedule(args: Any, environ: Mapping[str, str], gamma: int) -> ScheduleConf
             raise ConfigError(f"{TABLE_FLAG}: {error}") from error
     if path := getattr(args, "speculative_dspark_confidence_sts_path", None):
         try:
-            temperatures = tuple(read_temperatures(Path(path), gamma))
+            temperatures = tuple(read_temperatures(Path(path), gamma, made_for))
         except ConfigError as error:
             raise ConfigError(f"{CALIBRATION_FLAG}: {error}") from error
         calibration = str(path)
@@ -237,6 +284,10 @@ def _schedule(args: Any, environ: Mapping[str, str], gamma: int) -> ScheduleConf
         table=table,
         temperatures=temperatures,
         calibration=calibration,
+        test_delays=Path(delays) if (delays := environ.get(flags.TEST_DELAYS.variable)) else None,
+        confidence_fit=_one_of(
+            flags.CONFIDENCE_FIT, environ.get(flags.CONFIDENCE_FIT.variable, "auto")
+        ),
         refine=_one_of(flags.REFINE, environ.get(flags.REFINE.variable, "on")) == "on",
     )
 
@@ -261,12 +312,14 @@ def _tiers(value: str | None) -> int | tuple[int, ...]:
     return counts[0] if len(counts) == 1 else tuple(counts)
 
 
-def _budget(value: str) -> Literal["auto", "random"] | float:
+def _budget(value: str) -> Literal["auto", "random", "profile"] | float:
     if value == "auto":
         return "auto"
     if value == "random":
         return "random"
-    return _number(flags.BUDGET, value, 0.0, 1.0, also="auto, random, or ")
+    if value == "profile":
+        return "profile"
+    return _number(flags.BUDGET, value, 0.0, 1.0, also="auto, random, profile, or ")
 
 
 def _one_of(flag: flags.Flag, value: str) -> str:

@@ -44,8 +44,9 @@ BUDGET = Flag(
     "--speculative-verify-budget",
     PREFIX + "BUDGET",
     "Draft tokens to verify in a round. auto: what the cost table and the confidences say. A "
-    "number from 0 to 1: this share of what was drafted. random: another share every round. All "
-    "but auto are for tests and measurements. Default: auto.",
+    "number from 0 to 1: this share of what was drafted. random: another share every round. "
+    "profile: what `sglang-dspark profile-sps` asks for. All but auto are for tests and "
+    "measurements. Default: auto.",
 )
 MIN_GAIN = Flag(
     "--speculative-verify-min-gain",
@@ -58,7 +59,26 @@ REFINE = Flag(
     "Whether step times measured while serving correct the cost table, by tier. Default: on.",
     ("on", "off"),
 )
-FLAGS = (MODE, TIERS, BUDGET, MIN_GAIN, REFINE)
+CONFIDENCE_FIT = Flag(
+    "--speculative-confidence-fit",
+    PREFIX + "CONFIDENCE_FIT",
+    "Whether confidences are fitted to verify outcomes while serving. auto: unless a calibration "
+    "is given (--speculative-dspark-confidence-sts-path). on: also on top of one. off: never. "
+    "Default: auto.",
+    ("auto", "on", "off"),
+)
+RECORDS = Flag(
+    "--speculative-verify-records",
+    PREFIX + "RECORDS",
+    "A new file, to which every decode round is written as a JSON line: confidences, windows, "
+    "outcomes and times, no text. `sglang-dspark calibrate` and `report` read it.",
+)
+TEST_DELAYS = Flag(
+    "--speculative-verify-test-delays",
+    PREFIX + "TEST_DELAYS",
+    argparse.SUPPRESS,  # see `TierDelays`
+)
+FLAGS = (MODE, TIERS, BUDGET, MIN_GAIN, REFINE, CONFIDENCE_FIT, RECORDS, TEST_DELAYS)
 
 
 class _StoreInEnvironment(argparse._StoreAction):

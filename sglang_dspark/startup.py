@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,15 +11,18 @@ import torch
 from cost_tables.files import Fingerprint
 from cost_tables.measure import Cell, Measured, measure, plan_cells
 from cuda_graph.tiers import TierGrid
+from sglang_dspark import flags
 from sglang_dspark.config import SpecConfig, VerifyMode
 from sglang_dspark.drafters.base import RoundState
 from sglang_dspark.errors import ConfigError
+from sglang_dspark.host.delays import TierDelays
 from sglang_dspark.host.platform import BACKEND, describe_cpu
+from sglang_dspark.observe.record_writer import RecordWriter
 from sglang_dspark.schedule.agree import Agreement, Alone, FirstRankDecides
 from sglang_dspark.schedule.cost_source import find_cost
 from sglang_dspark.schedule.grid import make_grid
 from sglang_dspark.schedule.scheduler import Decision
-from sglang_dspark.schedule.windows import Plan
+from sglang_dspark.schedule.windows import Plan, WindowScheduler
 
 if TYPE_CHECKING:
     from sglang_dspark.worker import SpecWorker
@@ -65,7 +69,8 @@ def start_schedule(worker: SpecWorker) -> None:
     else:
         grid = make_grid(config.schedule.tiers, runner.max_running_requests, config.gamma)
         if config.mode is VerifyMode.COMPACT and worker.device.type == "cpu":
-            worker.target.use_eager_tiers(grid)
+            delays = config.schedule.test_delays
+            worker.target.use_eager_tiers(grid, None if delays is None else TierDelays(delays))
     worker.windows.use_grid(grid, captured=bool(captured))
     padded = bool(captured)
     source = find_cost(
@@ -98,6 +103,22 @@ def fingerprint(worker: SpecWorker) -> Fingerprint:
         gamma=config.gamma,
         backend=type(runner.attn_backend).__name__,
     )
+
+
+def profile_facts(worker: SpecWorker) -> dict[str, Any]:
+    """What the profiler has to know of this server: read by cost_tables.profiling.facts."""
+    runner, grid = worker.model_runner, worker.windows.grid
+    assert grid is not None
+    table = runner.req_to_token_pool.req_to_token
+    return {
+        "fingerprint": asdict(fingerprint(worker)),
+        "tiers": [tier.tokens for tier in grid.tiers],
+        "max_requests": grid.max_requests,
+        "pads_plain": worker.windows.captured,
+        "vocab_size": int(runner.model_config.vocab_size),
+        "max_context": min(int(table.shape[1]), int(runner.model_config.context_len)),
+        "kv_tokens": int(runner.max_total_num_tokens),
+    }
 
 
 def measure_rounds(worker: SpecWorker, grid: TierGrid, padded: bool) -> Measured:
@@ -161,6 +182,13 @@ def _rehearsal(
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def record_writer(config: SpecConfig, windows: WindowScheduler) -> RecordWriter | None:
+    """What writes rounds down; None if nobody asked for it, or another rank does."""
+    if config.records is None or windows.rank != 0:
+        return None
+    return RecordWriter(config.records, flags.RECORDS.name, config, windows.describe())
 
 
 def metric_labels(server_args: Any) -> dict[str, str] | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,7 +35,14 @@ from sglang_dspark.drafters.served import ServedDraft
 from sglang_dspark.observe.observer import Observer
 from sglang_dspark.schedule.rounds import RoundLog
 from sglang_dspark.schedule.windows import Plan, WindowScheduler
-from sglang_dspark.startup import agreement_of, log_settings, metric_labels, start_schedule
+from sglang_dspark.startup import (
+    agreement_of,
+    log_settings,
+    metric_labels,
+    profile_facts,
+    record_writer,
+    start_schedule,
+)
 from sglang_dspark.verify.accept import Verdict, accept_greedy, accept_nothing, accept_sampled
 from sglang_dspark.verify.adjust import LogitAdjuster
 from sglang_dspark.verify.forward import TargetForward
@@ -353,6 +361,7 @@ class SpecWorker(BaseSpecWorker):
             self.windows,
             max_tokens=max_requests * self.config.width,
             labels=metric_labels(self.server_args),
+            writer=record_writer(self.config, self.windows),
         )
         log_settings(self.config, self.windows.describe())
 
@@ -382,7 +391,13 @@ class SpecWorker(BaseSpecWorker):
 
     def dump_info_records(self) -> dict[str, Any]:
         """What /server_info shows of a DSPARK worker, as `dspark_info_record`."""
-        return self.observer.dump()
+        if self.config.schedule.budget != "profile":
+            return self.observer.dump()
+        return {**self.observer.dump(), "profile": self._profile_facts}
+
+    @cached_property
+    def _profile_facts(self) -> dict[str, Any]:
+        return profile_facts(self)
 
     def clear_info_records(self) -> None:
         self.observer.clear()

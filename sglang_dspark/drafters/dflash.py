@@ -46,7 +46,7 @@ class DFlashDrafter:
             draft.logit_softcap,
             generator,
         )
-        self.wants_evidence = config.mode.schedules
+        self.wants_evidence = config.wants_evidence
         assert draft.mask_token_id is not None
         self._mask_token_id = draft.mask_token_id
         # Rows of the anchor that propose nothing

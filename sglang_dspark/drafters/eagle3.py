@@ -64,7 +64,7 @@ class Eagle3Drafter:
             self.draft.logit_softcap,
             generator,
         )
-        self.wants_evidence = config.mode.schedules
+        self.wants_evidence = config.wants_evidence
         self.model.graph_width = self.gamma if self.draft.parallel else 1
         self._backlog: Backlog[PairRows] = Backlog(self._write_rounds)
         # [rows of SGLang's request table, H]: g of each request's last committed position

@@ -25,7 +25,7 @@ class RoundMetrics:
     """
 
     def __init__(self, max_tokens: int, scheduled: bool, labels: dict[str, str]) -> None:
-        from prometheus_client import Counter, Histogram
+        from prometheus_client import Counter, Gauge, Histogram
 
         names = list(labels)
 
@@ -58,6 +58,12 @@ class RoundMetrics:
         self.padding = counter("padding_tokens", "Tokens of verify forwards that were padding")
         self.predicted = histogram("predicted_step_seconds", "Step time by the table", seconds)
         self.measured = histogram("measured_step_seconds", "Step time, round to round", seconds)
+        self.corrections = Gauge(
+            PREFIX + "step_time_correction",
+            "Step time that is expected for one of the table's, as measured while serving",
+            [*names, "tier", "drafted"],
+            multiprocess_mode="mostrecent",
+        )
         self.fallbacks = counter(
             "fallbacks",
             "Rounds (or requests: confidence) that could not be served as planned",
@@ -83,6 +89,11 @@ class RoundMetrics:
             self.fallbacks.labels(**self._labels, reason="confidence").inc(int(done.broken.sum()))
         if self._scheduled and done.decision.tier is None:
             self.fallbacks.labels(**self._labels, reason="batch_above_grid").inc()
+
+    def corrected(self, tier: int, drafted: bool, factor: float) -> None:
+        """tier: its tokens."""
+        labels = {**self._labels, "tier": tier, "drafted": str(drafted).lower()}
+        self.corrections.labels(**labels).set(factor)
 
     def _count(self, counter: Any, lengths: Ints) -> None:
         for length, count in enumerate(np.bincount(lengths).tolist()):

@@ -10,12 +10,14 @@ from sglang_dspark.observe.selfcheck import AcceptanceCheck
 
 if TYPE_CHECKING:
     from sglang_dspark.config import SpecConfig
+    from sglang_dspark.observe.record_writer import RecordWriter
     from sglang_dspark.schedule.rounds import FinishedRound
     from sglang_dspark.schedule.windows import WindowScheduler
 
 
 class Observer:
-    """metrics: whether the server exports any. labels: of each, as SGLang has them."""
+    """labels: of every metric, as SGLang has them; None: the server exports none. writer: writes
+    every round to a file."""
 
     def __init__(
         self,
@@ -23,10 +25,12 @@ class Observer:
         windows: WindowScheduler,
         max_tokens: int,
         labels: dict[str, str] | None,
+        writer: RecordWriter | None = None,
     ) -> None:
         self._windows = windows
         self._check = AcceptanceCheck(config.describe())
         self._records = RoundRecords(config)
+        self._writer = writer
         self._metrics = (
             None if labels is None else RoundMetrics(max_tokens, config.mode.schedules, labels)
         )
@@ -35,8 +39,12 @@ class Observer:
         if done.decision.drafts:
             self._check.add(done.accepted.tolist())
         self._records.add(done)
+        if self._writer is not None:
+            self._writer.add(done)
         if self._metrics is not None:
             self._metrics.add(done)
+            if (factor := self._windows.correction(done.decision)) is not None:
+                self._metrics.corrected(done.tokens, done.decision.drafts, factor)
 
     def dump(self) -> dict[str, Any]:
         """What /server_info shows of a DSPARK worker, as `dspark_info_record`."""

@@ -50,13 +50,11 @@ def choose_budget(
     min_gain: float = 0.02,
     trust: float = 1.0,
     depths: tuple[int, ...] | None = None,
-    avoid: int | None = None,
 ) -> Budget:
     """The budget and depth of the greatest Θ; all of γ, unless another is better by min_gain.
 
     trust: accepted tokens for one that the survivals promise, as observed. depths: those to choose
-    from, beside γ. None: the powers of two below it. avoid: a tier to do without, if there is
-    another.
+    from, beside γ. None: the powers of two below it.
     Survivals that are not finite count as 1: a broken confidence must not trim anything.
     """
     requests, gamma = survivals.shape
@@ -69,9 +67,6 @@ def choose_budget(
     seconds = cost.seconds(requests, options.sizes, context, options.drafted)
     expected = requests + np.minimum(trust * np.concatenate(promised), options.budgets)
     rates = expected / seconds
-    others = options.tiers != avoid
-    if avoid is not None and others.any():
-        rates = np.where(others, rates, 0.0)
     best = int(rates.argmax())
     if rates[best] < rates[-1] * (1 + min_gain):
         best = len(rates) - 1

@@ -47,7 +47,7 @@ NEWS = 0.01
 
 class ConfidenceFit:
     """gamma: draft tokens a block. head: whether the draft has a confidence head. frozen: the prior
-    stays, for heads with a calibration of their own. features: columns of the evidence.
+    stays, as under a calibration of its own. features: columns of the evidence.
 
     Weights are in the order of `_columns`, then a bias for every position.
     """

@@ -8,8 +8,7 @@ overlap these are two rounds old. That is also what keeps the decision lossless 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -30,8 +29,9 @@ FIRST_PROBE, LAST_PROBE = 16, 128
 # of so many that survived whole, with which it starts.
 USUAL_BLOCKS, FIRST_BLOCKS = 64, 4
 # After so many drafted rounds in one tier whose time is off its table's by this much (as a
-# logarithm), another is tried: nothing else tells whether it is the tier or the machine.
-TIER_ROUNDS, TIER_OFF = 32, 0.1
+# logarithm), one that has not been run lately may be tried: nothing else tells whether it is the
+# tier or the machine that is slow.
+TIER_ROUNDS, TIER_OFF = 24, 0.1
 # Weight of a request's new block against what was thought of it before. One block tells little of
 # the next: see docs/verify_modes.md for what predicts best.
 NEWS_OF_REQUEST = 0.2
@@ -118,7 +118,7 @@ class BudgetScheduler:
         if (self._broken[rows] == generations).any():
             return self.forced(requests, full)
         known = self._known(rows, generations)
-        budget = self._best(known, context, avoid=self._worn())
+        budget = self._best(known, context, hopeful=self._runs_off())
         plain = self._plain(requests, context)
         if plain is not None and DRAFT_GAIN * self._rate(plain) > budget.throughput:
             self._plain_rounds += 1
@@ -133,22 +133,27 @@ class BudgetScheduler:
                 budget = self._best(known, context, depths=())
         self._shallow = self._shallow + 1 if budget.depth < self.gamma else 0
         self._asked[rows] = generations
-        self._tier_rounds = self._tier_rounds + 1 if budget.tier == self._tier else 0
+        worn = self._tier_rounds >= TIER_ROUNDS
+        self._tier_rounds = self._tier_rounds + 1 if budget.tier == self._tier and not worn else 0
         self._tier = budget.tier
-        return self._drafted(budget)
+        return self._drafted(budget, requests, context)
 
-    def _best(self, known: Floats, context: float, **more: Any) -> Budget:
+    def _best(
+        self,
+        known: Floats,
+        context: float,
+        depths: tuple[int, ...] | None = None,
+        hopeful: bool = False,
+    ) -> Budget:
+        cost = replace(self._drafted_cost, hopeful=hopeful)
         min_gain = self.config.min_gain
-        return choose_budget(
-            known, self.grid, self._drafted_cost, context, min_gain, self._trust, **more
-        )
+        return choose_budget(known, self.grid, cost, context, min_gain, self._trust, depths)
 
-    def _worn(self) -> int | None:
-        """The tier that is to be left for a round."""
+    def _runs_off(self) -> bool:
+        """Whether this round tries a tier of which little is known."""
         if self._tier_rounds < TIER_ROUNDS:
-            return None
-        off = abs(float(self.refinement.corrections(True)[self._tier]))
-        return self._tier if off > TIER_OFF else None
+            return False
+        return abs(float(self.refinement.corrections(True)[self._tier])) > TIER_OFF
 
     def forced(self, requests: int, budget: int, depth: int | None = None) -> Decision:
         """A round with a given budget and depth (None: γ). Nothing is predicted: there may be no
@@ -170,9 +175,8 @@ class BudgetScheduler:
 
     def stop_early(self, survivals: Floats, context: float) -> Decision:
         """Algorithm 1 over this round's own survivals [R, D], for where they can be waited for."""
-        return self._drafted(
-            early_stop(survivals, self.grid, self._drafted_cost, context, self._trust)
-        )
+        budget = early_stop(survivals, self.grid, self._drafted_cost, context, self._trust)
+        return self._drafted(budget, len(survivals), context)
 
     def learn_broken(self, rows: Ints, generations: Ints) -> None:
         """Requests whose confidences are not finite: batches with one of them are not trimmed."""
@@ -233,6 +237,8 @@ class BudgetScheduler:
         seconds = plain.seconds * self.refinement.factor(plain.tier, drafted=False)
         return plain.expected_tokens / seconds
 
-    def _drafted(self, budget: Budget) -> Decision:
-        by_table = budget.seconds / self.refinement.factor(budget.tier, drafted=True)
+    def _drafted(self, budget: Budget, requests: int, context: float) -> Decision:
+        tokens = np.array([float(self.grid.tiers[budget.tier].tokens)])
+        drafted = float(requests * budget.depth)
+        by_table = float(self.cost.drafted.seconds(requests, tokens, context, drafted)[0])
         return Decision(budget.depth, budget.tokens, budget.tier, budget.expected_tokens, by_table)

@@ -53,15 +53,19 @@ class WindowScheduler:
         self._agreement, self._overlap = agreement, overlap
         temperatures = config.schedule.temperatures or (1.0,) * config.gamma
         self._temperatures = torch.tensor(temperatures, device=device)
-        # A calibration is made for the head's own logits, so these then stay as they are.
+        self._host_temperatures = np.array(temperatures)
         head = config.draft.has_confidence_head
-        calibrated = config.schedule.temperatures is not None and head
-        self._fit = ConfidenceFit(config.gamma, head, frozen=calibrated)
+        self._fit = ConfidenceFit(config.gamma, head, frozen=not config.schedule.fits_online)
         self._upload(self._fit.parameters())
         self._budgets: BudgetScheduler | None = None
         self.grid: TierGrid | None = None
         self._captured = False
         self.source: CostSource | None = None
+
+    @property
+    def rank(self) -> int:
+        """This process's place among those that agree."""
+        return self._agreement.rank
 
     def use_grid(self, grid: TierGrid, captured: bool) -> None:
         """captured: whether there are graphs for the grid, or tiers are run eagerly."""
@@ -125,14 +129,22 @@ class WindowScheduler:
     def _believe(self, block: DraftBlock, state: RoundState) -> Belief | None:
         evidence, head = block.evidence, block.confidence_logits
         sampled = None if state.sampling is None else state.sampling.top_k > 1
+        # A calibration is made for what the draft says, so it comes before the fit, whose prior
+        # keeps it as it is: temperatures alone, where the fit is frozen.
         if evidence is None:
             if head is None or not head.numel():
                 return None
-            logits = head
+            logits = head / self._temperatures[: head.shape[1]]
         else:
-            logits = confidence_logits(evidence, head, self._parameters, sampled)
+            temperatures = self._temperatures[: evidence.shape[1]]
+            logits = confidence_logits(
+                evidence / temperatures[:, None],
+                None if head is None else head / temperatures,
+                self._parameters,
+                sampled,
+            )
         return Belief(
-            survivals=survivals(logits, self._temperatures[: logits.shape[1]]),
+            survivals=survivals(logits),
             broken=~torch.isfinite(logits).all(dim=-1),
             evidence=evidence,
             head_logits=head,
@@ -178,13 +190,23 @@ class WindowScheduler:
         whole = np.full_like(done.windows, done.evidence.shape[1] + 1)
         windows = whole if done.full else done.windows
         accepted = done.ceiling if done.full else done.accepted
-        self._fit.learn(done.evidence, done.head_logits, windows, accepted, done.sampled)
+        temperatures = self._host_temperatures[: done.evidence.shape[1]]
+        head = None if done.head_logits is None else done.head_logits / temperatures
+        self._fit.learn(
+            done.evidence / temperatures[:, None], head, windows, accepted, done.sampled
+        )
         if (parameters := self._fit.news()) is not None:
             self._upload(parameters)
 
     def _upload(self, parameters: npt.NDArray[np.float32]) -> None:
         # A list: SGLang cannot pin what was made from numpy.
         self._parameters = async_h2d(parameters.tolist(), dtype=torch.float32, device=self._device)
+
+    def correction(self, decision: Decision) -> float | None:
+        """Seconds of its tier for one that the table says; None: nothing was predicted."""
+        if self._budgets is None or decision.tier is None or decision.seconds <= 0:
+            return None
+        return self._budgets.refinement.factor(decision.tier, decision.drafts)
 
     def describe(self) -> dict[str, str]:
         """What a user should know of it, by topic."""
@@ -198,6 +220,7 @@ class WindowScheduler:
             "cost table": self.source.about,
             "refinement": self._refinement(),
             "calibration": config.calibration,
+            "confidence fit": "online" if config.fits_online else "off",
         }
 
     def _refinement(self) -> str:

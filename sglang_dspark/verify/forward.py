@@ -42,8 +42,10 @@ class TargetForward:
         self._pool: GraphPool | None = None
         self._run: Callable[[DFlashVerifyInput], Result]
 
-    def use_eager_tiers(self, grid: TierGrid) -> None:
-        """Run packed rows in the static buffers of `grid`."""
+    def use_eager_tiers(
+        self, grid: TierGrid, before_replay: Callable[[int], None] | None = None
+    ) -> None:
+        """Run packed rows in the static buffers of `grid`. before_replay: see `GraphPool`."""
         integer = Buffer(torch.int64)
         self._pool = GraphPool(
             grid,
@@ -51,6 +53,7 @@ class TargetForward:
             {"tokens": integer, "positions": integer, "columns": Buffer(torch.int64, padding=-1)},
             torch.device(self._runner.device),
             backend="eager",
+            before_replay=before_replay,
         )
 
     def verify(self, batch: ScheduleBatch, state: RoundState, rows: VerifyRows) -> Result:

@@ -122,6 +122,8 @@ LAYOUTS = {
     "DeepSpec Eagle3, Gemma 4": _gemma4("eagle3", "EAGLE3"),
 }
 LENGTH = 32
+# Servers that first decide about drafting and budgets for themselves.
+LEFT_ALONE = ["SpecForge EAGLE3", "speculators dspark", "z-lab DFlash"]
 
 
 @pytest.fixture(scope="module")
@@ -178,6 +180,8 @@ def served(request, targets, tmp_path_factory):
         *("--speculative-verify-mode", "compact"),
         *("--max-running-requests", "8"),
     ]
+    if request.param not in LEFT_ALONE:
+        args += ["--speculative-verify-budget", "1.0"]  # saves measuring a table
     with serve(target, [*MICRO, *args], folder / "log", XDG_CACHE_HOME=str(folder)) as server:
         yield server, layout, draft, reference.load_target(target)
 
@@ -189,15 +193,13 @@ def rounds(server: Server, prompt: list[int]) -> tuple[list[int], list[int]]:
     return tokens, [batch[0] for batch in info(server)["accept_lens"]]
 
 
-@pytest.mark.parametrize(
-    "served", ["SpecForge EAGLE3", "speculators dspark", "z-lab DFlash"], indirect=True
-)
+@pytest.mark.parametrize("served", LEFT_ALONE, indirect=True)
 def test_a_draft_behind_rounds_without_one_knows_all_that_was_committed(served):
     """These drafts are hardly ever right: most rounds go without one, and some probe. Has to be the
     first test of a server, whose budgets nobody has forced yet."""
     server, layout, draft, model = served
     plain = layout.draft(folder=draft, target=model, features=layout.features)
-    returns = accepted = 0
+    returns = 0
     for prompt in layout.prompts()[1:]:
         tell(server, dspark_clear_info_records=True)
         tokens = generate(server, prompt, 120)["output_ids"]
@@ -205,14 +207,16 @@ def test_a_draft_behind_rounds_without_one_knows_all_that_was_committed(served):
         for depth, (window,), (committed,) in zip(
             record["depths"], record["windows_of_rounds"], record["accept_lens"], strict=True
         ):
-            block = proposed(model, plain, layout, [*prompt, *tokens[:done]])[: window - 1]
+            plain.gamma = depth  # a block of fewer rows is another one
+            block = [] if not depth else proposed(model, plain, layout, [*prompt, *tokens[:done]])
+            block = block[: window - 1]
             right = [a == b for a, b in zip(block, tokens[done:], strict=False)]
             wanted = right.index(False) if False in right else len(right)
             if done + committed <= len(tokens):  # the last round may be cut
                 assert committed == 1 + wanted
             returns += before == 0 and depth > 0
-            done, before, accepted = done + committed, depth, accepted + wanted
-    assert returns >= 3 and accepted >= 1
+            done, before = done + committed, depth
+    assert returns >= 3
 
 
 @torch.inference_mode()
@@ -245,9 +249,7 @@ def test_batches_of_trimmed_windows_equal_the_target_alone(served):
 
 
 # Reduced vocabularies, whose other tokens can come from the residual only, and a row of masks.
-@pytest.mark.parametrize(
-    "served", ["SpecForge EAGLE3", "speculators dspark", "z-lab DFlash"], indirect=True
-)
+@pytest.mark.parametrize("served", LEFT_ALONE, indirect=True)
 def test_sampled_tokens_follow_the_targets_distribution(served):
     """Temperature 1, three tokens of 2,000 requests, half of the budget, batches of 8."""
     server, layout, _, model = served

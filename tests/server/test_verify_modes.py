@@ -113,7 +113,7 @@ def check_records(server: Server, share: float | None, before: dict[str, float])
         for batch in seen["windows_of_rounds"]:
             assert sum(batch) == len(batch) + int(0.5 * 7 * len(batch))
     else:
-        assert len(set(windows)) > 3, "a scheduler that always does the same proves little"
+        assert len(set(windows)) > 2, "a scheduler that always does the same proves little"
     if "cap-accept" in server.name:
         assert counted["padding_tokens"] == 0
         assert 0 < seen["utilisation"] <= 1

@@ -293,7 +293,7 @@ def test_schedule_settings_are_read(draft, name, value, found):
         (
             "BUDGET",
             ["-0.1", "1.01", "half", "", "nan", "Auto"],
-            ["--speculative-verify-budget", "auto, random, or a number from 0 to 1"],
+            ["--speculative-verify-budget", "auto, random, profile, or a number from 0 to 1"],
         ),
         (
             "MIN_GAIN",

@@ -31,6 +31,8 @@ def parse(*args: str) -> argparse.Namespace:
         ("--speculative-verify-tiers", "8,64,256", "SGLANG_SPEC_VERIFY_TIERS"),
         ("--speculative-verify-budget", "0.5", "SGLANG_SPEC_VERIFY_BUDGET"),
         ("--speculative-verify-min-gain", "0.1", "SGLANG_SPEC_VERIFY_MIN_GAIN"),
+        ("--speculative-confidence-fit", "on", "SGLANG_SPEC_VERIFY_CONFIDENCE_FIT"),
+        ("--speculative-verify-records", "r.jsonl", "SGLANG_SPEC_VERIFY_RECORDS"),
     ],
 )
 def test_a_flag_writes_its_variable_and_wins_over_it(environ, flag, value, variable):

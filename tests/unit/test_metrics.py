@@ -23,11 +23,12 @@ class Exported:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, mode: VerifyMode) -> None:
         self.registry = prometheus_client.CollectorRegistry()
-        for kind in ("Counter", "Histogram"):
+        for kind in ("Counter", "Gauge", "Histogram"):
             original = getattr(prometheus_client, kind)
             monkeypatch.setattr(prometheus_client, kind, partial(original, registry=self.registry))
         config: Any = SimpleNamespace(mode=mode, describe=lambda: "")
-        windows: Any = None
+        windows: Any = SimpleNamespace(correction=lambda decision: self.correction)
+        self.correction: float | None = None
         self.observer = Observer(config, windows, max_tokens=256, labels=LABELS)
 
     def add(self, windows: list[int], accepted: list[int], **changes: Any) -> None:
@@ -144,3 +145,14 @@ def test_only_where_windows_are_sized_a_batch_can_be_too_large_for_it(monkeypatc
     exported.add([8, 8], [0, 0], decision=Decision(7, 14, None), full=True)
     found = exported.value("fallbacks_total", reason="batch_above_grid")
     assert found == (None if mode is VerifyMode.STATIC else 1)
+
+
+def test_corrections_of_the_table_are_shown_by_tier_and_kind(exported: Exported) -> None:
+    exported.add([1, 8], [0, 3])
+    assert exported.value("step_time_correction", tier="16", drafted="true") is None
+    exported.correction = 1.25
+    exported.add([1, 8], [0, 3])
+    exported.correction = 0.5
+    exported.add([1], [0], decision=Decision(0, 0, 0, 1.0, 0.004), tokens=1, survivals=None)
+    assert exported.value("step_time_correction", tier="16", drafted="true") == 1.25
+    assert exported.value("step_time_correction", tier="1", drafted="false") == 0.5

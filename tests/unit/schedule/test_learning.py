@@ -109,13 +109,16 @@ class Workload:
         for _ in range(rounds):
             decision = self.batch.decide(self.budgets)
             depths.append(decision.depth)
-            survivals = np.cumprod(np.full((8, decision.depth), chance), axis=1)
-            windows = top_windows_reference(torch.from_numpy(survivals), decision.budget).numpy()
-            survives = self._random.random(survivals.shape) < chance
-            accepted = np.minimum(survives.cumprod(axis=1).sum(axis=1), windows - 1)
-            rows = (self.batch.rows, self.batch.generations)
-            self.budgets.learn(*rows, survivals, windows, accepted)
+            self.run(decision, chance)
         return depths
+
+    def run(self, decision: Decision, chance: float) -> None:
+        survivals = np.cumprod(np.full((8, decision.depth), chance), axis=1)
+        windows = top_windows_reference(torch.from_numpy(survivals), decision.budget).numpy()
+        survives = self._random.random(survivals.shape) < chance
+        accepted = np.minimum(survives.cumprod(axis=1).sum(axis=1), windows - 1)
+        rows = (self.batch.rows, self.batch.generations)
+        self.budgets.learn(*rows, survivals, windows, accepted)
 
 
 def test_now_and_then_the_whole_block_is_drafted() -> None:
@@ -249,7 +252,7 @@ def test_budgets_leave_tiers_that_become_slow_and_come_back() -> None:
             decision = batch.decide(budgets)
             assert decision.tier is not None
             tiers.append(decision.tier)
-            workload.play(0.8, rounds=1)
+            workload.run(decision, 0.8)
             late = slow is not None and decision.tier >= slow
             budgets.learn_time(decision, decision.seconds * (2.0 if late else 1.0))
         return tiers

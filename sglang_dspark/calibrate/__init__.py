@@ -1,0 +1,1 @@
+"""`sglang-dspark calibrate`: temperatures for a draft's confidences, fitted on recorded rounds."""
