@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 # SmolLM2 answers it sensibly, in 108 tokens: enough for a stable rate.
 DEFAULT_PROMPT = "Write a Python function that computes the factorial of a number."
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
+PROFILE = "profile-sps"  # parses its own arguments: most of them are launch_server's
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,6 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if words and words[0] in _HEAVY:
             return _run_heavy(words[0], words[1:])
+        if words and words[0] == PROFILE:
+            from cost_tables import profile_sps
+
+            return profile_sps.main(words[1:])
         args = build_parser().parse_args(words)
         command: Callable[[argparse.Namespace], int] = args.command
         return command(args)
@@ -46,6 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
         add(commands)
     for name, (_, summary, _) in _HEAVY.items():
         commands.add_parser(name, help=summary)
+    commands.add_parser(PROFILE, help="measure what a round costs on your machine: a cost table")
     return parser
 
 
@@ -149,6 +155,13 @@ def _doctor(args: argparse.Namespace) -> int:
 
 # Their arguments need torch to be imported, so a parser is made once one of them is chosen.
 _HEAVY = {
+    "calibrate": (
+        "sglang_dspark.calibrate.command",
+        "temperatures for a draft's confidences, from recorded rounds",
+        "Fit one temperature a draft position (sequential temperature scaling) on rounds that a "
+        "server recorded, and say how far survivals were off before and are after, on requests "
+        "that were held out.",
+    ),
     "eval": (
         "sglang_dspark.recipe.eval_cli",
         "how much of a draft is accepted, in a plain PyTorch loop",
@@ -161,6 +174,12 @@ _HEAVY = {
         "make the demo's drafts: generate data, train, evaluate, export",
         "Train DSPARK, DFLASH and EAGLE3 drafts for a demo target on text that the target writes "
         "itself. Every stage keeps what it has in --work-dir and goes on from there.",
+    ),
+    "report": (
+        "sglang_dspark.report.command",
+        "what a server's rounds did: acceptance, windows, padding, step times, calibration",
+        "Sum up the decode rounds of a server, from a records file or from the running server: on "
+        "the terminal, and with plots as one HTML page that needs nothing else.",
     ),
 }
 

@@ -1,0 +1,103 @@
+"""The profiler on a real server with the tiny target: a small sweep, and who is refused.
+
+Times of a busy machine are not compared closely; what was verified is exact.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from cost_tables import load_table, profile_sps
+from cost_tables.measure import Cell
+from cost_tables.profiling.cell_file import read_cells
+from cost_tables.profiling.client import Client
+from cost_tables.profiling.errors import ProfileError
+from cost_tables.profiling.facts import budget_of
+from cost_tables.profiling.live import LiveRounds
+from servers import assert_no_leak, generate, info, serve, speculative
+from trained import ARGS, DRAFT, REQUESTS, TARGET, budget, mode
+
+pytestmark = pytest.mark.server
+
+SWEEP = ["--minutes", "0.2", "--requests", "1,4,16", "--contexts", "32,256"]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    log = tmp_path_factory.mktemp("server") / "log"
+    args = [*ARGS, *speculative(DRAFT), *mode("compact"), *budget("profile")]
+    with serve(TARGET, args, log) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def table(server, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("table") / "t.json"
+    assert profile_sps.main(["--url", server.url, "-o", str(out), *SWEEP]) == 0
+    assert_no_leak(server)
+    return out
+
+
+@pytest.mark.parametrize(
+    "cell", [Cell(4, 4, 0, 32), Cell(4, 8, 7, 32), Cell(4, 8, 1, 32), Cell(4, 32, 7, 32)], ids=str
+)
+def test_what_is_verified_is_what_was_forced(server, cell: Cell) -> None:
+    """Read from the server's own records, not by the profiler's check."""
+    rounds = LiveRounds(Client(server.url))
+    facts = rounds.facts
+    cell = Cell(4, facts.tier(cell.tokens) if cell.depth else 4, cell.depth, cell.context)
+    rounds.load(4, 32, 400, seed=0)
+    try:
+        rounds.visit(cell, 4, 0.02)
+        seen = info(server)
+    finally:
+        rounds.unload()
+    forced = [i for i, depth in enumerate(seen["depths"]) if depth == cell.depth]
+    last = forced[-3:]
+    assert len(last) == 3
+    for i in last:
+        assert sum(seen["windows_of_rounds"][i]) == 4 + budget_of(cell)
+        assert max(seen["windows_of_rounds"][i]) <= cell.depth + 1
+        assert (seen["budgets"][i], seen["tokens"][i]) == (budget_of(cell), cell.tokens)
+
+
+def test_a_sweep_makes_a_table_in_which_more_tokens_take_longer(server, table: Path) -> None:
+    _, rows = read_cells(table.with_suffix(".csv"))
+    times = {row.cell: median(row.seconds) for row in rows}
+    (least, *_, most) = sorted(
+        (c for c in times if c.requests == 16 and c.depth == 7 and c.context == 32),
+        key=lambda c: c.tokens,
+    )
+    assert (most.tokens, least.tokens < 64) == (128, True)
+    assert times[most] > 1.1 * times[least]
+    made = load_table(table)
+    assert made.cost.plain is not None
+    assert made.fingerprint is not None and made.fingerprint.gamma == 7
+    assert table.with_suffix(".png").stat().st_size > 10_000
+
+
+def test_the_table_serves_the_server_that_it_was_made_on(table: Path, tmp_path: Path) -> None:
+    """Its fingerprint is the one that a server computes when it is given the table."""
+    flag = ["--speculative-dspark-sps-table-path", str(table)]
+    args = [*ARGS, *speculative(DRAFT), *mode("compact"), *flag]
+    with serve(TARGET, args, tmp_path / "log") as server:
+        generate(server, *REQUESTS[0])
+        schedule = info(server)["schedule"]
+        assert schedule["cost table"].startswith(str(table))
+        with pytest.raises(ProfileError, match=r"not in profiling mode: its verify budget is auto"):
+            LiveRounds(Client(server.url))
+
+
+def test_an_argument_that_sglang_does_not_know_is_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "cost_tables.profile_sps", "-o", str(tmp_path / "t.json")]
+    args = ["--model-path", str(TARGET), *speculative(DRAFT), "--no-such-flag", "1"]
+    done = subprocess.run([*command, *args], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    (line,) = [line for line in done.stderr.splitlines() if "error:" in line]
+    assert line.startswith("profile-sps: error: the server did not start: ")
+    assert "--no-such-flag" in line
