@@ -28,7 +28,7 @@ from cost_tables.profiling.live import LiveRounds
 from cost_tables.profiling.run import Options, profile
 from cost_tables.profiling.show import compare, show
 
-DEFAULT_MINUTES, QUICK_MINUTES = 10.0, 1.5
+DEFAULT_MINUTES, QUICK_MINUTES = 10.0, 1.2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.observe.metrics import PREFIX
 from sglang_dspark.report.distribution import Distribution, bucket_quantile
-from sglang_dspark.report.steps import StepTimes, Times
+from sglang_dspark.report.steps import AllTimes, Times
 from sglang_dspark.report.tally import Totals
 
 Sample = tuple[dict[str, str], float]  # labels, value
@@ -53,14 +53,13 @@ class Exported:
             padding=self._sum("padding_tokens_total"),
         )
 
-    def with_all_times(self, steps: StepTimes) -> StepTimes:
-        """The same with the times of all rounds instead of the last ones."""
+    def step_times(self) -> AllTimes | None:
+        """None: no round had both times."""
         predicted = self._histogram("predicted_step_seconds")
         measured = self._histogram("measured_step_seconds")
         if not sum(predicted.counts) or not sum(measured.counts):
-            return steps
-        covers = f"{sum(measured.counts)} rounds since the server started (quantiles by bucket)"
-        return replace(steps, predicted=predicted.times(), measured=measured.times(), covers=covers)
+            return None
+        return AllTimes(sum(measured.counts), predicted.times(), measured.times())
 
     def _matching(
         self, name: str, labels: dict[str, str]

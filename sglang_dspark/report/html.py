@@ -133,12 +133,18 @@ def _steps(report: Report) -> str:
         return _nothing(title, steps)
     plot = plots.step_times("step-times", steps)
     by_tier, overall = _table(tables.step_times(steps)), _table(tables.all_times(steps))
+    overall = f"<p>Over {escape(steps.covers)}:</p>{overall}"
+    if (everything := steps.since_start) is not None:
+        overall += (
+            f"<p>Over {everything.rounds:,} rounds since the server started, quantiles by bucket "
+            f"of its histograms:</p>{_table(tables.all_times(everything))}"
+        )
     return _section(
         title,
         f"{steps.rounds:,} rounds: predicted within {percent(steps.error)} in the median; all "
         f"predictions add up to {percent(steps.bias)} of the time measured. The first table has "
         "medians by tokens of the forward; on the dashed line a prediction is right.",
-        f"{plot}{by_tier}<p>Over {escape(steps.covers)}:</p>{overall}",
+        plot + by_tier + overall,
         wide=True,
     )
 

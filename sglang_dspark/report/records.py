@@ -10,13 +10,11 @@ from sglang_dspark.errors import ConfigError
 from sglang_dspark.observe.record_file import Header, RecordedRound, read_records
 from sglang_dspark.report.reliability import ReliabilityTally
 from sglang_dspark.report.steps import StepTally
-from sglang_dspark.report.summary import MODES, STATIC, Missing, Report, Run, summarise
+from sglang_dspark.report.summary import MODES, Missing, Report, Run, summarise
 from sglang_dspark.report.tally import Ints, Round, RoundTally
 
-NO_LOGITS = "the records hold no confidence logits"
-NO_LOGITS_IN_STATIC = (
-    f"{NO_LOGITS}: static mode asks only drafts with a confidence head for them; "
-    "--speculative-verify-mode cap-accept asks all"
+NO_LOGITS = (
+    "the records hold no confidence logits: no round was drafted without penalties or grammars"
 )
 NOTHING_REACHED = "no verify window held a draft token whose logit is known"
 
@@ -43,7 +41,7 @@ def report_on_records(path: Path) -> Report:
         _run(path, header, tally.rounds),
         tally.totals(),
         times.result("all rounds of the file with both times"),
-        reliability.result() or Missing(_why_no_calibration(header, logits_seen)),
+        reliability.result() or Missing(NOTHING_REACHED if logits_seen else NO_LOGITS),
     )
 
 
@@ -77,10 +75,3 @@ def _run(path: Path, header: Header, rounds: int) -> Run:
         gamma=header.gamma,
         facts=(("confidence head", head), *header.schedule.items()),
     )
-
-
-def _why_no_calibration(header: Header, logits_seen: bool) -> str:
-    if logits_seen:
-        return NOTHING_REACHED
-    lacks = header.mode == STATIC and not header.has_confidence_head
-    return NO_LOGITS_IN_STATIC if lacks else NO_LOGITS

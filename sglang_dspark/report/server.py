@@ -8,6 +8,7 @@ import json
 import urllib.error
 import urllib.parse
 import urllib.request
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,7 @@ def summarise_server(
     last = f"the last {tally.rounds} rounds"
     steps = times.result(last)
     if metrics is not None and steps is not None:
-        steps = metrics.with_all_times(steps)
+        steps = replace(steps, since_start=metrics.step_times())
     utilisation = states[0]["utilisation"] if len(states) == 1 else None
     return summarise(
         _run(url, answer, states[0], last if metrics is None else "all rounds since it started"),

@@ -47,11 +47,20 @@ class TierTimes:
 
 
 @dataclass(frozen=True)
-class StepTimes:
-    """rounds: with both times. predicted, measured: over these, or over more of them: `covers`.
+class AllTimes:
+    """Of all rounds since the server started, as its histograms have them: quantiles by bucket."""
 
-    error: median of |predicted - measured| / measured; bias: Σ predicted / Σ measured; both of
-    `rounds`.
+    rounds: int
+    predicted: Times
+    measured: Times
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """rounds: with both times; `covers` says of which. predicted, measured: over these.
+
+    error: median of |predicted - measured| / measured; bias: Σ predicted / Σ measured.
+    since_start: None where no server was asked, or where it keeps no histograms.
     """
 
     rounds: int
@@ -61,6 +70,7 @@ class StepTimes:
     measured: Times
     covers: str
     tiers: tuple[TierTimes, ...]
+    since_start: AllTimes | None = None
 
 
 class StepTally:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sglang_dspark.report.distribution import Distribution
 from sglang_dspark.report.reliability import Calibration
-from sglang_dspark.report.steps import StepTimes
+from sglang_dspark.report.steps import AllTimes, StepTimes
 from sglang_dspark.report.summary import Missing, Report
 from sglang_dspark.report.words import NOTHING, milliseconds, percent
 
@@ -59,7 +59,7 @@ def step_times(steps: StepTimes) -> Table:
     return Table(("tokens", "rounds", "predicted, ms", "measured, ms", "error"), tuple(rows))
 
 
-def all_times(steps: StepTimes) -> Table:
+def all_times(steps: StepTimes | AllTimes) -> Table:
     """Over all rounds, in milliseconds."""
     rows = [
         (name, milliseconds(times.mean), milliseconds(times.median), milliseconds(times.p90))

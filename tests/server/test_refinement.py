@@ -11,6 +11,9 @@ import numpy as np
 import pytest
 
 import reference
+from cost_tables.profiling.client import Client
+from cost_tables.profiling.errors import ProfileError
+from cost_tables.profiling.live import LiveRounds
 from servers import assert_no_leak, generate_all, info, serve, speculative, tell
 from sglang_dspark.serving import Server
 from trained import ARGS, DRAFT, REQUESTS, TARGET, mode
@@ -68,6 +71,11 @@ def load(delays: Path, tmp_path_factory: pytest.TempPathFactory):
     with serve(TARGET, args, log, **variable) as server:
         model = reference.load_target(TARGET)
         yield Load(server, reference.greedy(model, PROMPT, LENGTH))
+
+
+def test_only_a_server_in_profiling_mode_is_profiled(load: Load):
+    with pytest.raises(ProfileError, match=r"not in profiling mode: its verify budget is auto"):
+        LiveRounds(Client(load.server.url))
 
 
 def test_budgets_move_to_the_tier_that_is_fast_within_200_rounds_and_back(load: Load, delays: Path):

@@ -126,6 +126,9 @@ def check_records(server: Server, share: float | None, before: dict[str, float])
             steps = zip(seen["tokens"], seen["depths"], strict=True)
             assert {tokens for tokens, depth in steps if depth} <= {20, 60, 128}
         assert seen["padding"] == pytest.approx(counted["padding_tokens"] / seen["computed"])
+    if "files" in server.name:
+        assert seen["schedule"]["confidence fit"] == "off"
+        assert seen["schedule"]["calibration"].endswith("sts.json")
     if share in (HALF, EVERYTHING):
         # Half of the requests are random tokens, of which the draft knows little.
         assert seen["accept_length"] > 1.2

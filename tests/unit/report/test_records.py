@@ -107,8 +107,6 @@ def test_where_full_windows_were_run_all_of_a_block_teaches_it(write):
 
 def test_without_logits_there_is_no_calibration_and_it_says_why(write):
     assert "no confidence logits" in report_on_records(write(COMPACT)).calibration.missing
-    headless = header("static", has_confidence_head=False)
-    assert "cap-accept asks all" in report_on_records(write(STATIC, headless)).calibration.missing
     only_anchors = [round_of([1], [0], logits=[[0.0, 0.0, 0.0]])]
     assert "no verify window" in report_on_records(write(only_anchors)).calibration.missing
 

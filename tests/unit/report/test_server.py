@@ -22,6 +22,7 @@ from sglang_dspark.config import Algorithm, VerifyMode
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.observe.metrics import RoundMetrics
 from sglang_dspark.observe.records import RoundRecords
+from sglang_dspark.report import html
 from sglang_dspark.report.server import report_on_server
 from sglang_dspark.schedule.rounds import FinishedRound
 from sglang_dspark.schedule.scheduler import Decision
@@ -159,20 +160,25 @@ def test_a_server_without_metrics_is_told_what_to_add(worker, serve):
     assert "--enable-metrics" in report.notes[0]
 
 
-def test_step_times_are_those_of_the_histograms_and_errors_those_of_the_last_rounds(worker, serve):
+def test_step_times_of_the_last_rounds_are_exact_and_those_of_all_by_bucket(worker, serve):
     found = worker(VerifyMode.COMPACT, True)
     compact_rounds(found)
     found.records.clear()  # the server forgets its last rounds, and its metrics do not
     late = Decision(3, 2, 0, 2.0, 0.010)
     found.round([3, 1], [2, 0], 4, decision=late, seconds=0.008)
-    steps = report_on_server(serve(found.pages())).steps
+    report = report_on_server(serve(found.pages()))
+    steps = report.steps
     assert (steps.rounds, steps.error) == (1, pytest.approx(0.25))
     assert steps.tiers[0].points == ((0.010, 0.008),)
-    assert steps.measured.mean == pytest.approx(0.042 / 4)
-    assert steps.predicted.mean == pytest.approx(0.046 / 4)
+    assert (steps.predicted.median, steps.measured.median) == pytest.approx((0.010, 0.008))
+    everything = steps.since_start
+    assert everything.rounds == 4
+    assert everything.measured.mean == pytest.approx(0.042 / 4)
+    assert everything.predicted.mean == pytest.approx(0.046 / 4)
     # 6 and 8 ms are in the bucket from 4 to 8, 12 and 16 in that from 8 to 16.
-    assert (steps.measured.median, steps.measured.p90) == pytest.approx((0.008, 0.0144))
-    assert steps.covers.startswith("4 rounds")
+    assert everything.measured.median == pytest.approx(0.008)
+    assert everything.measured.p90 == pytest.approx(0.0144)
+    assert "Over 4 rounds since the server started" in html.render(report)
 
 
 @pytest.mark.parametrize("metrics", [True, False])
