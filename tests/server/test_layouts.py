@@ -200,7 +200,7 @@ def test_a_draft_behind_rounds_without_one_knows_all_that_was_committed(served):
     server, layout, draft, model = served
     plain = layout.draft(folder=draft, target=model, features=layout.features)
     returns = 0
-    for prompt in layout.prompts()[2:]:
+    for prompt in layout.prompts()[1:]:
         tell(server, dspark_clear_info_records=True)
         tokens = generate(server, prompt, 120)["output_ids"]
         record, done, before = info(server), 1, 1
@@ -216,7 +216,7 @@ def test_a_draft_behind_rounds_without_one_knows_all_that_was_committed(served):
                 assert committed == 1 + wanted
             returns += before == 0 and depth > 0
             done, before = done + committed, depth
-    assert returns >= 3
+    assert returns >= 2
 
 
 @torch.inference_mode()
