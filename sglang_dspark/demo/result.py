@@ -7,15 +7,15 @@ Words: a *round* is one draft + verify step of a request. Position k (1..gamma) 
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+
+from sglang_dspark.files import replace_file
 
 
 @dataclass(frozen=True)
@@ -160,17 +160,7 @@ class DemoResult:
     def write(self, file: Path) -> None:
         """Write the JSON file so that a reader sees all of it or the file as it was before."""
         text = json.dumps(self.to_json(), indent=2, ensure_ascii=False) + "\n"
-        handle, temp = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as output:
-                output.write(text)
-            umask = os.umask(0)
-            os.umask(umask)
-            os.chmod(temp, 0o666 & ~umask)  # mkstemp makes it private
-            os.replace(temp, file)
-        except BaseException:
-            Path(temp).unlink(missing_ok=True)
-            raise
+        replace_file(file, text.encode())
 
 
 def accept_length(histogram: Sequence[int]) -> float | None:
