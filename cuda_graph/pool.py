@@ -30,6 +30,7 @@ class GraphPool:
         "eager", at every replay.
     backend: "cuda" replays a captured torch.cuda.CUDAGraph, "eager" calls `forward` over the same
         buffers with the same padding, so that what runs on a GPU can be tested without one.
+    generator: what `forward` draws random numbers from; on "cuda" a graph must know it.
     before_replay: called with the tier's tokens before every replay on "eager", for tests.
     A result belongs to its tier's graph: the next replay of the tier overwrites it on "cuda".
     """
@@ -42,6 +43,7 @@ class GraphPool:
         device: torch.device,
         backend: str = "cuda",
         before_replay: Callable[[int], None] | None = None,
+        generator: torch.Generator | None = None,
     ) -> None:
         if backend not in ("cuda", "eager"):
             raise ValueError(f"backend is {backend!r}; must be 'cuda' or 'eager'")
@@ -49,7 +51,7 @@ class GraphPool:
             raise ValueError(f"backend 'cuda' needs a CUDA device, not {device}")
         largest = grid.tiers[-1].tokens
         self.grid, self.backend, self._forward = grid, backend, forward
-        self._before_replay = before_replay
+        self._before_replay, self._generator = before_replay, generator
         self._specs = dict(buffers)
         self._buffers = {
             name: torch.full((largest, *b.shape), b.padding, dtype=b.dtype, device=device)
@@ -70,6 +72,8 @@ class GraphPool:
                 self._forward(views)
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
+            if self._generator is not None:
+                graph.register_generator_state(self._generator)
             with torch.cuda.graph(graph, pool=self._memory):
                 result = self._forward(views)
             self._memory = graph.pool()

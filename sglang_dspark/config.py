@@ -31,8 +31,10 @@ from sglang_dspark.gamma import resolve_gamma
 from sglang_dspark.schedule.calibration import read_temperatures
 
 TABLE_FLAG = "--speculative-dspark-sps-table-path"
+MEASURE = "measure"  # in place of a path
 CALIBRATION_FLAG = "--speculative-dspark-confidence-sts-path"
 DRAFT_PATH_FLAG = "--speculative-draft-model-path"
+_SGLANG_SIMULATION = "SGLANG_SIMULATE_ACC_LEN"  # -1, its default: off
 
 
 class Algorithm(StrEnum):
@@ -71,7 +73,8 @@ class ScheduleConfig:
 
     tiers: how many graphs, or their token counts. budget: "auto", "random", the share of the
     drafted tokens to verify, or "profile": what the profiler says, full windows until then.
-    min_gain: see `schedule.budget`. table: the cost table of a file; None: measured at start-up.
+    min_gain: see `schedule.budget`. table: the cost table of a file; None: a shipped one that fits,
+    or measured at start-up. measure: at start-up in any case.
     temperatures: calibration (STS), one a position; None: identity. calibration: where they are
     from, for the log. refine: whether step times measured while serving correct the table.
     confidence_fit: whether confidences are fitted while serving; "auto": where there is no
@@ -82,6 +85,7 @@ class ScheduleConfig:
     budget: Literal["auto", "random", "profile"] | float = "auto"
     min_gain: float = 0.02
     table: Table | None = None
+    measure: bool = False
     temperatures: tuple[float, ...] | None = None
     calibration: str = "none (identity)"
     refine: bool = True
@@ -101,7 +105,9 @@ class SpecConfig:
     """Everything the worker needs to know, resolved.
 
     gamma: draft tokens proposed per round; a verify window holds gamma + 1 tokens.
-    records: file to write every round to, None: none.
+    records: file to write every round to, None: none. simulated_survival: gamma probabilities by
+    which acceptance is made up, None: it is real. asked_mode: the mode that was asked for; another
+    one than mode where --speculative-verify-fallback chose, None: mode.
     """
 
     algorithm: Algorithm
@@ -110,6 +116,8 @@ class SpecConfig:
     draft: DraftCheckpoint
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     records: Path | None = None
+    simulated_survival: tuple[float, ...] | None = None
+    asked_mode: VerifyMode | None = None
 
     @property
     def wants_evidence(self) -> bool:
@@ -124,8 +132,9 @@ class SpecConfig:
     def describe(self) -> str:
         """The resolved settings in one log line."""
         draft = self.draft
+        asked = "" if self.asked_mode in (None, self.mode) else f" (asked for {self.asked_mode})"
         parts = [
-            f"algorithm={self.algorithm} mode={self.mode} proposes {self.gamma}, "
+            f"algorithm={self.algorithm} mode={self.mode}{asked} proposes {self.gamma}, "
             f"verifies {self.width} (checkpoint block {draft.block_size})",
             f"draft {draft.architecture} ({draft.layout}): {draft.num_layers} layers, target "
             f"layers {list(draft.target_layer_ids)}"
@@ -141,6 +150,9 @@ class SpecConfig:
         )
         if draft.mask_token_id is not None:
             parts.append(f"mask token {draft.mask_token_id}")
+        if self.simulated_survival is not None:
+            chances = ", ".join(f"{chance:g}" for chance in self.simulated_survival)
+            parts.append(f"ACCEPTANCE IS SIMULATED ({chances}), the output is not the target's")
         return "; ".join(parts)
 
 
@@ -191,7 +203,8 @@ def resolve(args: Any, target: TargetModel, environ: Mapping[str, str] = os.envi
     """
     algorithm = Algorithm(str(args.speculative_algorithm).upper())
     mode = verify_mode(environ)
-    unsupported = _UNSUPPORTED + (() if mode.schedules else _STATIC_ONLY_UNSUPPORTED)
+    asked = asked_mode(environ)
+    unsupported = _UNSUPPORTED + (() if asked.schedules else _STATIC_ONLY_UNSUPPORTED)
     for name, served, remedy in unsupported:
         value = getattr(args, name, None)
         if value is not None and value not in served:
@@ -211,7 +224,7 @@ def resolve(args: Any, target: TargetModel, environ: Mapping[str, str] = os.envi
     check_weights(draft)
     check_ranks(draft, getattr(args, "tp_size", 1) or 1)
     gamma = resolve_gamma(args, draft)
-    _check_variables(mode, environ)
+    _check_variables(asked, environ)
     schedule = ScheduleConfig()
     if mode.schedules:
         made_for = {"algorithm": algorithm, "has_confidence_head": draft.has_confidence_head}
@@ -223,25 +236,44 @@ def resolve(args: Any, target: TargetModel, environ: Mapping[str, str] = os.envi
         draft=draft,
         schedule=schedule,
         records=_records(args, environ),
+        simulated_survival=_simulated_survival(environ, gamma),
+        asked_mode=asked,
     )
 
 
 def verify_mode(environ: Mapping[str, str] = os.environ) -> VerifyMode:
-    """The mode of the environment variable, which our flag writes."""
-    value = environ.get(flags.MODE.variable, VerifyMode.STATIC)
+    """The mode that is served: of the environment variable, which our flag writes."""
+    return _mode(flags.MODE.variable, environ.get(flags.MODE.variable, VerifyMode.STATIC))
+
+
+def asked_mode(environ: Mapping[str, str] = os.environ) -> VerifyMode:
+    """The mode that was asked for, before any fallback."""
+    value = environ.get(flags.ASKED_MODE)
+    return verify_mode(environ) if value is None else _mode(flags.ASKED_MODE, value)
+
+
+def verify_fallback(environ: Mapping[str, str] = os.environ) -> VerifyMode | None:
+    """The mode to serve where the attention backend cannot serve the one asked for."""
+    value = _one_of(flags.FALLBACK, environ.get(flags.FALLBACK.variable, "none"))
+    return None if value == "none" else VerifyMode(value)
+
+
+def _mode(variable: str, value: str) -> VerifyMode:
     try:
         return VerifyMode(value)
     except ValueError:
         allowed = ", ".join(VerifyMode)
-        raise ConfigError(f"{flags.MODE.variable} is {value!r}; must be one of {allowed}") from None
+        raise ConfigError(f"{variable} is {value!r}; must be one of {allowed}") from None
 
 
 def _check_variables(mode: VerifyMode, environ: Mapping[str, str]) -> None:
+    """mode: the one asked for; flags of it have no effect in a fallback, and are no error."""
     ours = {flag.variable: flag.name for flag in flags.FLAGS if flag is not flags.MODE}
+    in_every_mode = (flags.RECORDS.variable, flags.SIMULATE.variable)
     for name, value in environ.items():
         if name.startswith(flags.PREFIX) and name not in ours:
             raise ConfigError(f"{name} is not known; did you mean one of {', '.join(ours)}?")
-        if name in ours and not mode.schedules and name != flags.RECORDS.variable:
+        if name in ours and not mode.schedules and name not in in_every_mode:
             raise ConfigError(f"{ours[name]} is {value!r}, but {_NOT_IN_STATIC}")
 
 
@@ -261,14 +293,36 @@ def _records(args: Any, environ: Mapping[str, str]) -> Path | None:
     return Path(value).absolute()
 
 
+def _simulated_survival(environ: Mapping[str, str], gamma: int) -> tuple[float, ...] | None:
+    if (length := environ.get(_SGLANG_SIMULATION)) is not None and length != "-1":
+        raise ConfigError(
+            f"{_SGLANG_SIMULATION} is {length!r}, which sglang-dspark does not follow: simulate "
+            f"with {flags.SIMULATE.name} P1,P2,..., the probability of every position"
+        )
+    value = environ.get(flags.SIMULATE.variable)
+    if value is None:
+        return None
+    try:
+        chances = [float(part) for part in value.split(",")]
+    except ValueError:
+        chances = []
+    if len(chances) not in (1, gamma) or not all(0 <= chance <= 1 for chance in chances):
+        raise ConfigError(
+            f"{flags.SIMULATE.name} is {value!r}; must be {gamma} numbers from 0 to 1, one a draft "
+            "token, or one for all"
+        )
+    return tuple(chances * (gamma // len(chances)))
+
+
 def _schedule(
     args: Any, environ: Mapping[str, str], gamma: int, made_for: Mapping[str, object]
 ) -> ScheduleConfig:
     table = temperatures = None
     calibration = ScheduleConfig.calibration
-    if path := getattr(args, "speculative_dspark_sps_table_path", None):
+    table_path = getattr(args, "speculative_dspark_sps_table_path", None)
+    if table_path and table_path != MEASURE:
         try:
-            table = load_table(Path(path))
+            table = load_table(Path(table_path))
         except TableError as error:
             raise ConfigError(f"{TABLE_FLAG}: {error}") from error
     if path := getattr(args, "speculative_dspark_confidence_sts_path", None):
@@ -282,6 +336,7 @@ def _schedule(
         budget=_budget(environ.get(flags.BUDGET.variable, "auto")),
         min_gain=_number(flags.MIN_GAIN, environ.get(flags.MIN_GAIN.variable, "0.02"), 0.0, 10.0),
         table=table,
+        measure=table_path == MEASURE,
         temperatures=temperatures,
         calibration=calibration,
         test_delays=Path(delays) if (delays := environ.get(flags.TEST_DELAYS.variable)) else None,

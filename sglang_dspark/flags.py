@@ -73,12 +73,39 @@ RECORDS = Flag(
     "A new file, to which every decode round is written as a JSON line: confidences, windows, "
     "outcomes and times, no text. `sglang-dspark calibrate` and `report` read it.",
 )
+SIMULATE = Flag(
+    "--speculative-simulate-acceptance",
+    PREFIX + "SIMULATE_ACCEPTANCE",
+    "Make acceptance up: draft token k survives with this probability, given that all before it "
+    "did. gamma numbers, such as 0.8,0.7,0.6, or one for all. The output is then not the target's: "
+    "for profiling and capacity studies with drafts that are not trained.",
+)
 TEST_DELAYS = Flag(
     "--speculative-verify-test-delays",
     PREFIX + "TEST_DELAYS",
     argparse.SUPPRESS,  # see `TierDelays`
 )
-FLAGS = (MODE, TIERS, BUDGET, MIN_GAIN, REFINE, CONFIDENCE_FIT, RECORDS, TEST_DELAYS)
+FALLBACK = Flag(
+    "--speculative-verify-fallback",
+    PREFIX + "FALLBACK",
+    "The verify mode to serve where the attention backend cannot serve the one asked for. none: "
+    "the server does not start then. Default: none.",
+    ("none", "cap-accept", "static"),
+)
+# Not a flag: where a fallback took place, the mode that was asked for.
+ASKED_MODE = "SGLANG_SPEC_ASKED_VERIFY_MODE"
+FLAGS = (
+    MODE,
+    FALLBACK,
+    TIERS,
+    BUDGET,
+    MIN_GAIN,
+    REFINE,
+    CONFIDENCE_FIT,
+    RECORDS,
+    SIMULATE,
+    TEST_DELAYS,
+)
 
 
 class _StoreInEnvironment(argparse._StoreAction):

@@ -14,6 +14,8 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from sglang_dspark import __version__, config, flags
+from sglang_dspark.backends.choose import settle_mode
+from sglang_dspark.backends.registry import serve_ragged_triton
 from sglang_dspark.drafters.checkpoints.translate import served_folder
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.hooking import Hook
@@ -82,6 +84,20 @@ def register_models() -> None:
     from sglang.srt.models.registry import ModelRegistry
 
     ModelRegistry.register("sglang_dspark.models", overwrite=True, strict=True)
+
+
+def register_backends(mode: config.VerifyMode) -> None:
+    """Announce our attention backends to SGLang, before it builds those of this process."""
+    if mode is config.VerifyMode.COMPACT:
+        serve_ragged_triton()
+
+
+def sanitizes_logits() -> bool:
+    """Whether SGLang was asked to replace NaN logits before anything is chosen from them."""
+    from sglang.srt.environ import envs
+
+    asked: bool = envs.SGLANG_SANITIZE_NAN_LOGITS.get()
+    return asked
 
 
 def hooks() -> tuple[Hook, ...]:
@@ -174,7 +190,7 @@ def _resolve(original: Callable[[Any], None], server_args: Any) -> None:
     view = resolving_view(server_args)
     algorithm = str(view.speculative_algorithm).upper()
     if algorithm in list(config.Algorithm):
-        config.verify_mode()  # before SGLang reads the variable, and raises of its own
+        settle_mode(server_args)  # before SGLang reads the mode, and raises of its own
         if view.speculative_draft_model_path is not None:
             target = model_config_of(server_args)
             resolved = spec_config(view, target)

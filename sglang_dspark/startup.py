@@ -12,11 +12,11 @@ from cost_tables.files import Fingerprint
 from cost_tables.measure import Cell, Measured, measure, plan_cells
 from cuda_graph.tiers import TierGrid
 from sglang_dspark import flags
+from sglang_dspark.backends.choose import check_backend
 from sglang_dspark.config import SpecConfig, VerifyMode
 from sglang_dspark.drafters.base import RoundState
-from sglang_dspark.errors import ConfigError
 from sglang_dspark.host.delays import TierDelays
-from sglang_dspark.host.platform import BACKEND, describe_cpu
+from sglang_dspark.host.platform import describe_cpu
 from sglang_dspark.observe.record_writer import RecordWriter
 from sglang_dspark.schedule.agree import Agreement, Alone, FirstRankDecides
 from sglang_dspark.schedule.cost_source import find_cost
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 MEASURE_SECONDS = 10.0
 CONTEXT, LONG_CONTEXT = 128, 1024
-# What the SGLang 0.5.23 backends say of themselves in `supports_ragged_verify_graph`.
-RAGGED_BACKENDS = "fa3, fa4, trtllm_mha, trtllm_mla, flashinfer_mla"
 
 logger = logging.getLogger(__name__)
 
@@ -44,24 +42,14 @@ def agreement_of(server_args: Any) -> Agreement:
     return FirstRankDecides(get_parallel().tp_group)
 
 
-def check_backend(backend: Any, mode: VerifyMode) -> None:
-    """Raise ConfigError unless the target's attention backend can take ragged windows."""
-    from sglang_dspark.host.attention import HostAttention
-
-    if mode is not VerifyMode.COMPACT or isinstance(backend, HostAttention):
-        return
-    if not getattr(backend, "supports_ragged_verify_graph", False):
-        raise ConfigError(
-            f"--attention-backend: {type(backend).__name__} does not read ragged windows, which "
-            f"verify mode compact needs; use one of {RAGGED_BACKENDS} (on CPU: {BACKEND}), or "
-            "--speculative-verify-mode cap-accept or static"
-        )
+def check_attention(worker: SpecWorker) -> None:
+    """To be called once the target's attention backend is built, before graphs are captured."""
+    check_backend(worker.model_runner.attn_backend, worker.config.mode)
 
 
 def start_schedule(worker: SpecWorker) -> None:
     """Find grid and cost table of a worker whose graphs are captured, and log what is in force."""
     config, runner = worker.config, worker.model_runner
-    check_backend(runner.attn_backend, config.mode)
     graphs = runner.decode_cuda_graph_runner
     captured = getattr(graphs, "capture_num_tokens", None)
     if captured:

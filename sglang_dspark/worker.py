@@ -37,17 +37,19 @@ from sglang_dspark.schedule.rounds import RoundLog
 from sglang_dspark.schedule.windows import Plan, WindowScheduler
 from sglang_dspark.startup import (
     agreement_of,
+    check_attention,
     log_settings,
     metric_labels,
     profile_facts,
     record_writer,
     start_schedule,
 )
-from sglang_dspark.verify.accept import Verdict, accept_greedy, accept_nothing, accept_sampled
+from sglang_dspark.verify.accept import Verdict
+from sglang_dspark.verify.acceptance import make_acceptance
 from sglang_dspark.verify.adjust import LogitAdjuster
 from sglang_dspark.verify.forward import TargetForward
 from sglang_dspark.verify.layout import VerifyRows, full_rows, packed_rows
-from sglang_dspark.verify.sampling import SamplingParams, distribution
+from sglang_dspark.verify.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -80,6 +82,7 @@ class SpecWorker(BaseSpecWorker):
         # One seed on every rank, so that tensor-parallel ranks draw the same numbers.
         self.generator = torch.Generator(self.device).manual_seed(target_worker.random_seed)
         plugin.register_models()
+        plugin.register_backends(self.config.mode)
         served = ServedDraft(self.config, server_args, gpu_id, nccl_port, target_worker)
         self.drafter = make_drafter(self.config, served, self.generator)
         self._draft_worker = served.worker
@@ -88,9 +91,11 @@ class SpecWorker(BaseSpecWorker):
         self.adjuster = LogitAdjuster(self.config.width, self.model_runner)
         self.target = TargetForward(target_worker, self.config.width)
         self._window = torch.arange(self.config.width, device=self.device)
+        self.acceptance = make_acceptance(self.config, self.model_runner, self.generator)
         self._rounds = RoundLog()
         # The parts below need pools and graphs, which come later.
         self.windows: WindowScheduler
+        self._full_cap_lens: torch.Tensor
         self.observer: Observer
 
     # The two kinds of forward
@@ -146,6 +151,7 @@ class SpecWorker(BaseSpecWorker):
         window_tokens = self._window_tokens(state, block)
         rows = self._pack(window_tokens, state, plan)
         grammar = GrammarTree.from_linear_chain(window_tokens) if batch.has_grammar else None
+        self.acceptance.stage(rows, block)
         target, graphed = self.target.verify(batch, state, rows)
         aux_hidden = _take_aux_hidden(target)
 
@@ -153,36 +159,39 @@ class SpecWorker(BaseSpecWorker):
         logits, places = self._adjust(
             batch, target, window_tokens, rows, adjusts, grammar, grammar_barrier
         )
-        verdict = self._accept(block, window_tokens, logits, state, places)
+        replayed = None if adjusts else self.target.replayed
+        verdict = self.acceptance.verdict(
+            block, window_tokens, logits, state.sampling, places, replayed
+        )
         new_seq_lens = state.seq_lens + verdict.commit_lens
         publish(new_seq_lens)
 
         self.adjuster.commit(batch, state.anchors, verdict)
         drafted = block.tokens.shape[1] > 0
-        self.drafter.commit(state, verdict, aux_hidden, rows, drafted=drafted)
+        self.drafter.commit(state, verdict, aux_hidden, rows, drafted=drafted, replayed=graphed)
         if batch.return_logprob:
             compute_spec_logprobs(
                 batch, target, verdict.tokens.flatten(), chain_stride=self.config.width
             )
         full = rows.ragged is None
-        windows = self._full_windows(state) if plan.windows is None else plan.windows
         self._rounds.launch(
             started,
             plan.decision,
             requests,
             generations,
             belief=plan.belief.without_evidence() if plan.belief and adjusts else plan.belief,
-            windows=windows,
+            windows=plan.windows,
             ceiling=verdict.ceiling,
             tokens=len(rows.tokens),
             full=full,
+            width=self.config.width,
         )
         return GenerationBatchResult(
             logits_output=target,
             next_token_ids=verdict.tokens.flatten(),
             accept_lens=verdict.commit_lens,
-            cap_lens=windows.to(torch.int32),
-            block_accept_lens=(verdict.ceiling + 1).to(torch.int32) if full else None,
+            cap_lens=self._cap_lens(plan, len(requests)),
+            block_accept_lens=self._ceilings(plan, verdict) if full else None,
             new_seq_lens=new_seq_lens,
             next_draft_input=make_draft_input_v2(
                 bonus_tokens=verdict.bonus, new_seq_lens=new_seq_lens
@@ -217,7 +226,7 @@ class SpecWorker(BaseSpecWorker):
             batch.seq_lens,
             host_lens,
             draft_input.bonus_tokens,
-            SamplingParams.of_batch(batch.sampling_info),
+            SamplingParams.of_batch(batch.sampling_info, self.drafter.served.sampling_kernels),
         )
 
     def state_of(
@@ -256,10 +265,20 @@ class SpecWorker(BaseSpecWorker):
     def _window_tokens(self, state: RoundState, block: DraftBlock) -> torch.Tensor:
         """[R, W] int64: anchor and drafts, and zeros where nothing was drafted."""
         tokens = torch.cat([state.anchors.unsqueeze(1), block.tokens], dim=1)
-        return pad(tokens, (0, self.config.width - tokens.shape[1]))
+        missing = self.config.width - tokens.shape[1]
+        return pad(tokens, (0, missing)) if missing else tokens
 
-    def _full_windows(self, state: RoundState) -> torch.Tensor:
-        return torch.full_like(state.anchors, self.config.width)
+    def _cap_lens(self, plan: Plan, requests: int) -> torch.Tensor:
+        """Verify windows [R] int32, for SGLang's meta_info."""
+        if plan.windows is None:
+            return self._full_cap_lens[:requests]
+        return plan.windows.to(torch.int32)
+
+    def _ceilings(self, plan: Plan, verdict: Verdict) -> torch.Tensor:
+        """What full windows would have committed, [R] int32."""
+        if plan.windows is None:
+            return verdict.commit_lens
+        return (verdict.ceiling + 1).to(torch.int32)
 
     def _pack(self, window_tokens: torch.Tensor, state: RoundState, plan: Plan) -> VerifyRows:
         tier = self.windows.tier(plan.decision, len(window_tokens))
@@ -300,27 +319,6 @@ class SpecWorker(BaseSpecWorker):
         sanitize_nan_logits(logits, "sglang-dspark: verify logits")
         return logits, rows
 
-    def _accept(
-        self,
-        block: DraftBlock,
-        window_tokens: torch.Tensor,
-        logits: torch.Tensor,
-        state: RoundState,
-        rows: VerifyRows,
-    ) -> Verdict:
-        if state.sampling is None:
-            return accept_greedy(
-                window_tokens[:, 1:], logits.argmax(dim=-1)[rows.index], rows.windows
-            )
-        probs = distribution(logits, state.sampling.of_rows(rows.request))
-        if block.probs is None:
-            return accept_nothing(window_tokens[:, 1:], probs[rows.index[:, 0]], self.generator)
-        index = rows.index[:, : block.tokens.shape[1] + 1]
-        verdict = accept_sampled(
-            block.tokens, block.probs, probs, self.generator, rows.windows, index
-        )
-        return verdict.padded(self.config.width)
-
     # What the scheduler asks of a speculative worker
 
     @property
@@ -335,6 +333,7 @@ class SpecWorker(BaseSpecWorker):
         return [("draft", self.drafter.served.runner)]
 
     def init_attention_backends(self) -> None:
+        check_attention(self)
         with self._draft_context():
             self.drafter.start()
             self._draft_worker.init_attention_backends()
@@ -345,6 +344,7 @@ class SpecWorker(BaseSpecWorker):
             self._draft_worker.init_cuda_graphs(
                 capture_decode_cuda_graph=decode.backend != Backend.DISABLED
             )
+        self.drafter.capture()
         self.windows = WindowScheduler(
             self.config,
             self.model_runner.req_to_token_pool,
@@ -356,6 +356,10 @@ class SpecWorker(BaseSpecWorker):
             start_schedule(self)
         grid = self.windows.grid
         max_requests = self.model_runner.max_running_requests if grid is None else grid.max_requests
+        rows = self.model_runner.req_to_token_pool.req_to_token.shape[0]
+        self._full_cap_lens = torch.full(
+            (rows,), self.config.width, dtype=torch.int32, device=self.device
+        )
         self.observer = Observer(
             self.config,
             self.windows,
@@ -370,10 +374,13 @@ class SpecWorker(BaseSpecWorker):
         block = self._draft(state, plan.decision.depth)
         window_tokens = self._window_tokens(state, block)
         rows = self._pack(window_tokens, state, plan)
-        target, _ = self.target.rehearse(state, rows)
+        self.acceptance.stage(rows, block)
+        target, graphed = self.target.rehearse(state, rows)
         aux_hidden = _take_aux_hidden(target)
-        verdict = self._accept(block, window_tokens, target.next_token_logits, state, rows)
-        self.drafter.commit(state, verdict, aux_hidden, rows, drafted=plan.decision.drafts)
+        logits, replayed = target.next_token_logits, self.target.replayed
+        verdict = self.acceptance.verdict(block, window_tokens, logits, None, rows, replayed)
+        drafted = plan.decision.drafts
+        self.drafter.commit(state, verdict, aux_hidden, rows, drafted=drafted, replayed=graphed)
 
     def on_verify_complete_cpu(
         self, num_correct_drafts_per_req: list[int], batch_size: int = 0

@@ -63,8 +63,21 @@ class DraftBlock:
     # [R, D, F] float32, what q_k says of itself (see `evidence`)
     evidence: torch.Tensor | None
     # [R, D] float32, the confidence head's logit of P(token k survives | all before survived);
-    # None: no head
+    # None: no head, or nobody asks
     confidence_logits: torch.Tensor | None
+
+    def part(self, requests: int, depth: int) -> DraftBlock:
+        """The first `depth` tokens of the first requests."""
+
+        def cut(whole: torch.Tensor | None) -> torch.Tensor | None:
+            return None if whole is None else whole[:requests, :depth]
+
+        return DraftBlock(
+            tokens=self.tokens[:requests, :depth],
+            probs=cut(self.probs),
+            evidence=cut(self.evidence),
+            confidence_logits=cut(self.confidence_logits),
+        )
 
 
 class Drafter(Protocol):
@@ -82,6 +95,9 @@ class Drafter(Protocol):
 
     def start(self) -> None:
         """The KV pools exist, the graphs do not yet."""
+
+    def capture(self) -> None:
+        """SGLang has captured the draft's graphs: the place for graphs of the drafter's own."""
 
     def prefill(
         self,
@@ -107,8 +123,10 @@ class Drafter(Protocol):
         rows: VerifyRows,
         *,
         drafted: bool,
+        replayed: bool,
     ) -> None:
         """Catch up with what was committed. aux_hidden: [M, F * H], of the forward's rows.
 
         drafted: False in a round without a draft: then the next may be one too, and the work may
-        wait until a draft needs it."""
+        wait until a draft needs it. replayed: whether the target's forward was the replay of a
+        graph, in which the drafter may have captured its work."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors import safe_open
 
-from sglang_dspark.drafters.base import DraftBlock, RoundState
+from sglang_dspark.drafters.base import DraftBlock
 from sglang_dspark.drafters.checkpoints import DraftCheckpoint
 from sglang_dspark.drafters.dflash import DFlashDrafter
 from sglang_dspark.drafters.evidence import evidence
@@ -21,6 +21,7 @@ from sglang_dspark.drafters.evidence import evidence
 if TYPE_CHECKING:
     from sglang_dspark.config import SpecConfig
     from sglang_dspark.drafters.served import ServedDraft
+    from sglang_dspark.verify.sampling import SamplingParams
 
 
 class DSparkDrafter(DFlashDrafter):
@@ -30,11 +31,14 @@ class DSparkDrafter(DFlashDrafter):
         super().__init__(config, served, generator)
         self.confidence_head = load_confidence_head(config.draft, served.device)
 
-    def _block(self, hidden: torch.Tensor, logits: torch.Tensor, state: RoundState) -> DraftBlock:
-        """Draw x_1..x_D one after the other. hidden [R, D, H], logits [R, D, V_d] behind it."""
+    def _block(
+        self, hidden: torch.Tensor, anchors: torch.Tensor, sampling: SamplingParams | None
+    ) -> DraftBlock:
+        """Draw x_1..x_D one after the other. hidden [R, D, H]."""
+        logits = self.vocabulary.logits(hidden)
         head = self.model.markov_head
         head_state = head.init_state(hidden[:, 0])
-        previous = state.anchors
+        previous = anchors
         tokens, probs, known = [], [], []
         for k in range(hidden.shape[1]):
             bias, head_state = head.step_bias(
@@ -43,7 +47,7 @@ class DSparkDrafter(DFlashDrafter):
             row = logits[:, k] + bias
             if self.wants_evidence:
                 known.append(evidence(row))
-            previous, q = self.vocabulary.choose(row, state.sampling)
+            previous, q = self.vocabulary.choose(row, sampling)
             tokens.append(previous)
             probs.append(q)
         block = torch.stack(tokens, dim=1)
@@ -52,14 +56,14 @@ class DSparkDrafter(DFlashDrafter):
             tokens=block,
             probs=torch.stack(drawn_from, dim=1) if drawn_from else None,
             evidence=torch.stack(known, dim=1) if known else None,
-            confidence_logits=self._confidence(hidden, state.anchors, block),
+            confidence_logits=self._confidence(hidden, anchors, block),
         )
 
     def _confidence(
         self, hidden: torch.Tensor, anchors: torch.Tensor, tokens: torch.Tensor
     ) -> torch.Tensor | None:
         """Confidence logits [R, D]; logit k reads h_k and x_{k-1}, never x_k."""
-        if self.confidence_head is None:
+        if self.confidence_head is None or not self.wants_evidence:
             return None
         features = hidden.float()
         if self.confidence_head.in_features > hidden.shape[-1]:

@@ -75,6 +75,9 @@ class Eagle3Drafter:
         self.model.allocate(requests * self.model.graph_width)
         self._last = self.model.hidden_in.new_zeros(requests, self.draft.hidden_size)
 
+    def capture(self) -> None:
+        """A chain's steps are graphs already, its choices between them are few."""
+
     def prefill(
         self,
         batch: ScheduleBatch,
@@ -187,6 +190,7 @@ class Eagle3Drafter:
         rows: VerifyRows,
         *,
         drafted: bool,
+        replayed: bool,
     ) -> None:
         # All rows, rejected ones and padding too. What they write lies behind the next anchor's
         # slot, where the next round's chain writes before anything reads, or in the reserved slot.

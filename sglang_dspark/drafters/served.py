@@ -6,11 +6,13 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.srt.mem_cache.kv_loc_plan import IdSpaceKind
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
     ForwardMode,
 )
+from sglang.srt.runtime_context import get_exec
 from sglang.srt.speculative.draft_parallel import (
     model_draft_parallel_spec,
     resolve_draft_parallel_layout,
@@ -43,7 +45,7 @@ class ServedDraft:
         nccl_port: int,
         target_worker: TpModelWorker,
     ) -> None:
-        target = target_worker.model_runner
+        self.target = target = target_worker.model_runner
         self.layout = resolve_draft_parallel_layout(
             model_draft_parallel_spec(
                 target.spec_aux_config.draft_model_config, spec_algorithm=target.spec_algorithm
@@ -66,7 +68,15 @@ class ServedDraft:
             embed_tokens=target.model.get_input_embeddings(), lm_head=target.model.lm_head
         )
         self.device = torch.device(target.device)
+        self.ranks = int(server_args.tp_size)
+        self.hidden_size = int(config.draft.hidden_size)
         self.on_host = self.device.type == "cpu"
+        # Whether SGLang samples with FlashInfer's kernels
+        self.sampling_kernels = (
+            not self.on_host and get_exec().kernel.sampling_backend == "flashinfer"
+        )
+        # Requests, padding included, of the graph that the last `forward` replayed, if it did
+        self.replayed: int | None = None
         # By the rows of a request.
         self._row_info = {
             width: make_draft_block_spec_info(draft_token_num=width, device=self.device)
@@ -84,6 +94,18 @@ class ServedDraft:
     @property
     def has_graphs(self) -> bool:
         return self.runner.decode_cuda_graph_runner is not None
+
+    @property
+    def shares_slots(self) -> bool:
+        """Whether a slot's number is the same in the KV pools of target and draft."""
+        translators = (self.target.kv_index_translator, self.runner.kv_index_translator)
+        spaces = [translator.space(IdSpaceKind.FULL) for translator in translators]
+        return all(space is not None and space.write is None for space in spaces)
+
+    @property
+    def captured_requests(self) -> list[int]:
+        """For how many requests there are graphs, ascending."""
+        return sorted(self.runner.decode_cuda_graph_runner.capture_bs) if self.has_graphs else []
 
     def forward(
         self,
@@ -120,7 +142,10 @@ class ServedDraft:
             global_num_token_non_padded_cpu=requests * width,
         )
         plan.bind(batch, self.runner.kv_index_translator, cols=columns)
-        hidden: torch.Tensor = self.runner.forward(batch).logits_output.hidden_states
+        output = self.runner.forward(batch)
+        hidden: torch.Tensor = output.logits_output.hidden_states
+        graphs = self.runner.decode_cuda_graph_runner
+        self.replayed = graphs.bs if output.can_run_graph else None
         assert hidden.shape[0] == requests * width, (hidden.shape, requests, width)
         return hidden
 

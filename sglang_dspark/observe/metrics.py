@@ -76,7 +76,7 @@ class RoundMetrics:
         self.rounds.labels(**self._labels, drafted=str(done.decision.drafts).lower()).inc()
         self._count(self.windows, done.windows)
         self._count(self.accepts, done.accepted + 1)
-        if done.full and done.survivals is not None:
+        if done.full and done.drafted:
             self._count(self.ceilings, done.ceiling + 1)
         self.budget.observe(int(np.maximum(done.windows - 1, 0).sum()))
         self.tier.observe(done.tokens)

@@ -42,7 +42,7 @@ class RoundRecords:
             ("computed", done.tokens),
         ):
             self._totals[name] += value
-        if done.full and done.survivals is not None:
+        if done.full and done.drafted:
             self._ceiling += int(done.ceiling.sum()) + requests
             self._reached += int(done.accepted.sum()) + requests
         self._broken += int(done.broken.sum())

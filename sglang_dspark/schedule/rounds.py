@@ -72,6 +72,11 @@ class FinishedRound:
     head_logits: Floats | None
     sampled: npt.NDArray[np.bool_]
 
+    @property
+    def drafted(self) -> bool:
+        """Whether there was a block, even if nothing of it was to be verified (cap-accept)."""
+        return self.decision.drafts or self.survivals is not None
+
 
 @dataclass
 class _Launched:
@@ -83,7 +88,8 @@ class _Launched:
     tokens: int
     full: bool
     belief: Belief | None
-    packet: torch.Tensor
+    packet: torch.Tensor | None
+    width: int
 
 
 class RoundLog:
@@ -112,14 +118,20 @@ class RoundLog:
         generations: Ints,
         *,
         belief: Belief | None,
-        windows: torch.Tensor,
+        windows: torch.Tensor | None,
         ceiling: torch.Tensor,
         tokens: int,
         full: bool,
+        width: int,
     ) -> None:
-        """Everything of the round is queued on the device. windows, ceiling: [R]."""
-        known = [] if belief is None else belief.parts().values()
-        packet = torch.cat(_columns([windows, ceiling, *known]), dim=1)
+        """Everything of the round is queued on the device. windows, ceiling: [R]; windows None: all
+        are `width`, so that the ceiling is what was accepted."""
+        packet = None
+        if windows is not None or belief is not None:
+            if windows is None:
+                windows = torch.full_like(ceiling, width)
+            known = [] if belief is None else belief.parts().values()
+            packet = async_d2h(torch.cat(_columns([windows, ceiling, *known]), dim=1))
         self._running = _Launched(
             decision,
             rows,
@@ -129,7 +141,8 @@ class RoundLog:
             tokens,
             full,
             belief,
-            async_d2h(packet),
+            packet,
+            width,
         )
         self._launched.append(self._running)
 
@@ -139,7 +152,11 @@ class RoundLog:
         ended = done.next_started
         if done is self._running:  # nothing was launched since: it ends here
             ended = time.perf_counter()
-        packet = done.packet.numpy()
+        if done.packet is None:
+            packet = np.empty((len(accepted), 2), dtype=np.float32)
+            packet[:, 0], packet[:, 1] = done.width, accepted
+        else:
+            packet = done.packet.numpy()
         return FinishedRound(
             decision=done.decision,
             rows=done.rows,

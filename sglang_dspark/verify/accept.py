@@ -110,6 +110,24 @@ def accept_nothing(
     return _verdict(draft_tokens, nothing, draw(target_probs, generator), nothing)
 
 
+def accept_simulated(
+    draft_tokens: torch.Tensor,
+    target_tokens: torch.Tensor,
+    survives: torch.Tensor,
+    windows: torch.Tensor | None = None,
+) -> Verdict:
+    """A made-up outcome, for measurements without a trained draft; the output means nothing.
+
+    survives: [R, gamma] bool, whether each draft token would if all before it did. What is
+    committed are the draft's own tokens, and behind them the target's.
+    draft_tokens, target_tokens, windows: as in `accept_greedy`.
+    """
+    ceiling = _leading_run(survives)
+    accepted = ceiling if windows is None else torch.minimum(ceiling, windows - 1)
+    bonus = target_tokens.gather(1, accepted.unsqueeze(1)).squeeze(1)
+    return _verdict(draft_tokens, accepted, bonus, ceiling)
+
+
 def _leading_run(survives: torch.Tensor) -> torch.Tensor:
     """[R] int64: how many leading entries of each row of [R, gamma] bool hold."""
     return survives.to(torch.int64).cumprod(dim=1).sum(dim=1)

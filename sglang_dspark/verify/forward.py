@@ -40,6 +40,8 @@ class TargetForward:
         self._runner = target_worker.model_runner
         self._width = width
         self._pool: GraphPool | None = None
+        # Rows, padding included, of the graph that the last forward replayed; None: it did not
+        self.replayed: int | None = None
         self._run: Callable[[DFlashVerifyInput], Result]
 
     def use_eager_tiers(
@@ -144,4 +146,10 @@ class TargetForward:
             is_verify=True,
             skip_attn_backend_init=True,
         )
+        self.replayed = self._rows_of_graph() if result.can_run_cuda_graph else None
         return result.logits_output, result.can_run_cuda_graph
+
+    def _rows_of_graph(self) -> int:
+        graphs = self._runner.decode_cuda_graph_runner
+        rows: int = graphs.raw_num_token if self._rows.ragged else graphs.bs * self._width
+        return rows

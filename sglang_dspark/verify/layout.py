@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
@@ -38,16 +39,25 @@ def full_rows(
     window_tokens: torch.Tensor, positions: torch.Tensor, windows: torch.Tensor | None
 ) -> VerifyRows:
     """Every row of window_tokens [R, W] at positions [R, W], whatever may be committed of them."""
-    rows = torch.arange(window_tokens.numel(), device=window_tokens.device)
+    index, request = _full_index(*window_tokens.shape, window_tokens.device)
     return VerifyRows(
         windows=windows,
         tokens=window_tokens.flatten(),
         positions=positions.flatten(),
-        request=rows // window_tokens.shape[1],
-        index=rows.view(window_tokens.shape),
+        request=request,
+        index=index,
         columns=None,
         ragged=None,
     )
+
+
+@lru_cache(maxsize=1024)  # as many as there are batch sizes
+def _full_index(
+    requests: int, width: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`VerifyRows.index` and `request` of full windows."""
+    rows = torch.arange(requests * width, device=device)
+    return rows.view(requests, width), rows // width
 
 
 def packed_rows(

@@ -3,11 +3,12 @@
 The same function serves both sides of speculative sampling: the target's p and the draft's q.
 Filters follow SGLang's sampler (its "joint" order): top-k and top-p are both cut on
 softmax(logits / temperature) before renormalisation, then min-p relative to the largest value.
+Where SGLang samples with FlashInfer, its kernels find what top-k and top-p keep, elsewhere a sort.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +22,7 @@ class SamplingParams:
     """Per-row sampling parameters of N rows; greedy rows have top_k == 1.
 
     The `need_*` flags are host values that spare the batch the filters nobody asked for.
+    kernels: whether FlashInfer's kernels filter.
     """
 
     # [N, 1] float32, > 0
@@ -35,9 +37,10 @@ class SamplingParams:
     need_top_p: bool
     need_min_p: bool
     any_greedy: bool
+    kernels: bool = False
 
     @classmethod
-    def of_batch(cls, info: SamplingBatchInfo) -> SamplingParams | None:
+    def of_batch(cls, info: SamplingBatchInfo, kernels: bool) -> SamplingParams | None:
         """Parameters of a batch, a row per request; None if every request is greedy."""
         if info.is_all_greedy:
             return None
@@ -50,19 +53,17 @@ class SamplingParams:
             need_top_p=info.need_top_p_sampling,
             need_min_p=info.need_min_p_sampling,
             any_greedy=info.is_any_greedy,
+            kernels=kernels,
         )
 
     def of_rows(self, requests: torch.Tensor) -> SamplingParams:
         """Parameters of packed rows; requests [M] int64 names the request of each."""
-        return SamplingParams(
+        return replace(
+            self,
             temperature=self.temperature[requests],
             top_k=self.top_k[requests],
             top_p=self.top_p[requests],
             min_p=self.min_p[requests],
-            need_top_k=self.need_top_k,
-            need_top_p=self.need_top_p,
-            need_min_p=self.need_min_p,
-            any_greedy=self.any_greedy,
         )
 
 
@@ -73,7 +74,7 @@ def distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """
     probs = torch.softmax(logits.float() / params.temperature, dim=-1)
     if params.need_top_k or params.need_top_p or params.need_min_p:
-        probs = _filter(probs, params)
+        probs = (_filter_by_kernels if params.kernels else _filter)(probs, params)
     if params.any_greedy:
         one_hot = torch.zeros_like(probs).scatter_(1, logits.argmax(dim=-1, keepdim=True), 1.0)
         probs = torch.where((params.top_k <= 1).unsqueeze(1), one_hot, probs)
@@ -94,6 +95,22 @@ def _filter(probs: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     kept = torch.where(keep, ordered, 0.0)
     kept = kept / kept.sum(dim=-1, keepdim=True)
     return torch.empty_like(probs).scatter_(1, order, kept)
+
+
+def _filter_by_kernels(probs: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """The same without a sort. Each filter looks at the unfiltered probabilities, and what all of
+    them keep is renormalised once; tokens that tie at a threshold are all kept."""
+    from flashinfer.sampling import top_k_renorm_probs, top_p_renorm_probs
+
+    kept = probs
+    if params.need_top_k:
+        kept = torch.where(top_k_renorm_probs(probs, params.top_k) > 0, kept, 0.0)
+    if params.need_top_p:
+        kept = torch.where(top_p_renorm_probs(probs, params.top_p) > 0, kept, 0.0)
+    if params.need_min_p:
+        least = probs.amax(dim=-1, keepdim=True) * params.min_p.unsqueeze(1)
+        kept = torch.where(probs >= least, kept, 0.0)
+    return kept / kept.sum(dim=-1, keepdim=True)
 
 
 def draw(weights: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:

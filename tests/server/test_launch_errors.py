@@ -56,6 +56,11 @@ def test_every_check_is_reached_through_sglangs_arguments(noisy_pair, tmp_path):
             [f"{flag} is '{folder}'", "no such folder"],
         ),
         (["--speculative-algorithm", "EAGLE"], "ValueError", [NOT_SERVED]),
+        (
+            speculative(draft, "--attention-backend", "triton"),
+            "ConfigError",
+            ["--attention-backend is 'triton'", "(needs a GPU): use host"],
+        ),
         # The last one: the mode becomes a variable of the process.
         (
             speculative(draft, "--speculative-verify-mode", "compact", *calibrated),

@@ -258,6 +258,12 @@ def test_the_mode_is_that_of_the_variable(draft, mode):
     assert resolved.mode.schedules == (mode != "static")
 
 
+def test_a_measurement_can_be_asked_for_in_place_of_a_table(draft, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where there is no file of that name
+    schedule = scheduled(draft, speculative_dspark_sps_table_path="measure")
+    assert schedule.measure and schedule.table is None and not scheduled(draft).measure
+
+
 def test_schedule_settings_have_defaults(draft):
     schedule = scheduled(draft)
     assert (schedule.tiers, schedule.budget, schedule.min_gain) == (12, "auto", 0.02)
@@ -307,6 +313,38 @@ def test_bad_schedule_settings(draft, name, values, words):
     for value in values:
         message = scheduled_error(draft, {OURS + name: value})
         assert all(word in message for word in (*words, repr(value))), message
+
+
+SIMULATE = OURS + "SIMULATE_ACCEPTANCE"
+
+
+@pytest.mark.parametrize("mode", ["static", "compact", "cap-accept"])
+def test_acceptance_can_be_simulated_in_every_mode(draft, mode):
+    gamma = resolve(args(draft), TARGET, environ={}).gamma
+    assert resolve(args(draft), TARGET, environ={MODE: mode}).simulated_survival is None
+    each = tuple(1 - k / 10 for k in range(gamma))
+    for value, found in (("0.5", (0.5,) * gamma), (",".join(map(str, each)), each)):
+        resolved = resolve(args(draft), TARGET, environ={MODE: mode, SIMULATE: value})
+        assert resolved.simulated_survival == found
+        assert "ACCEPTANCE IS SIMULATED" in resolved.describe()
+
+
+@pytest.mark.parametrize("value", ["", "x", "1.1", "-0.1", "nan", "0.5,0.5", "0.5,"])
+def test_bad_simulated_acceptance(draft, value):
+    with pytest.raises(ConfigError) as caught:
+        resolve(args(draft), TARGET, environ={SIMULATE: value})
+    message = str(caught.value)
+    assert "--speculative-simulate-acceptance" in message and repr(value) in message
+    assert "numbers from 0 to 1" in message
+
+
+def test_sglangs_own_simulation_is_refused_by_name(draft):
+    variable = "SGLANG_SIMULATE_ACC_LEN"
+    assert resolve(args(draft), TARGET, environ={variable: "-1"}).simulated_survival is None
+    with pytest.raises(ConfigError) as caught:
+        resolve(args(draft), TARGET, environ={variable: "3"})
+    assert variable in str(caught.value)
+    assert "--speculative-simulate-acceptance" in str(caught.value)
 
 
 def test_a_variable_that_nobody_knows(draft):

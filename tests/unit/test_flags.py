@@ -28,6 +28,7 @@ def parse(*args: str) -> argparse.Namespace:
     ("flag", "value", "variable"),
     [
         ("--speculative-verify-mode", "compact", "SGLANG_RAGGED_VERIFY_MODE"),
+        ("--speculative-verify-fallback", "static", "SGLANG_SPEC_VERIFY_FALLBACK"),
         ("--speculative-verify-tiers", "8,64,256", "SGLANG_SPEC_VERIFY_TIERS"),
         ("--speculative-verify-budget", "0.5", "SGLANG_SPEC_VERIFY_BUDGET"),
         ("--speculative-verify-min-gain", "0.1", "SGLANG_SPEC_VERIFY_MIN_GAIN"),

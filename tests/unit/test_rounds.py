@@ -40,6 +40,7 @@ def launch(log: RoundLog, started: float, requests: int = 2, budget: int = 0, **
         "ceiling": torch.zeros(requests, dtype=torch.int64),
         "tokens": 8,
         "full": False,
+        "width": 4,
         **changes,
     }
     rows = np.arange(requests)
@@ -73,6 +74,7 @@ def test_everything_comes_back_exactly():
         ceiling=torch.tensor([4, 3, 0]),
         tokens=12,
         full=True,
+        width=5,
     )
     done = log.finish(accepted)
     assert done.decision is decision and (done.tokens, done.full) == (12, True)
@@ -105,6 +107,19 @@ def test_a_round_without_a_draft_has_no_survivals():
     assert done.evidence is None and done.head_logits is None
     assert done.sampled.tolist() == [False, False]
     assert done.windows.tolist() == [1, 1] and done.ceiling.tolist() == [0, 0]
+
+
+def test_full_windows_need_no_copy_from_the_device():
+    log = RoundLog()
+    launch(log, log.start(), belief=None, windows=None, full=True)
+    done = log.finish(np.array([3, 0]))
+    assert done.windows.tolist() == [4, 4]
+    assert done.ceiling.tolist() == [3, 0], "a full window accepts what there is to accept"
+    survivals = torch.rand(2, 3)
+    launch(log, log.start(), belief=belief(survivals), windows=None, ceiling=torch.tensor([3, 1]))
+    done = log.finish(np.array([3, 1]))
+    assert done.windows.tolist() == [4, 4] and done.ceiling.tolist() == [3, 1]
+    assert done.survivals.tolist() == survivals.tolist()
 
 
 def test_rounds_end_in_the_order_of_their_launch():
