@@ -20,6 +20,8 @@ STEEP = RoundCost(CostModel(0.02, (1.0,), (0.0,), (1.0, 80.0), (0.0, 0.06)))
 DEAR_DRAFT = RoundCost(replace(STEEP.drafted, draft_knots=(0.0, 80.0), draft_seconds=(0.0, 0.06)))
 # A draft pays if all of it is accepted (5 tokens in 3 ms a round), not if next to nothing is.
 SLOW_DRAFT = RoundCost(FlatCost(0.003), plain=FlatCost(0.001))
+# The same if next to nothing is accepted, but to find out costs little.
+CHEAP_PROBE = RoundCost(FlatCost(0.003), plain=FlatCost(0.0026))
 
 
 def scheduler(cost: RoundCost = FREE, **config: Any) -> BudgetScheduler:

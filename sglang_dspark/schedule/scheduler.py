@@ -23,8 +23,10 @@ from sglang_dspark.schedule.budget import Budget, choose_budget, early_stop
 Ints = npt.NDArray[np.int64]
 
 # After a round without a draft the confidences are those of before: look again after so many
-# (twice as many each time). The same for the far end of blocks that are drafted in part.
+# (twice as many each time), and no sooner than a look is worth this share of the time until then.
+# The last number also says how often the far end of blocks is looked at that are drafted in part.
 FIRST_PROBE, LAST_PROBE = 16, 128
+PROBE_SHARE = 0.02
 # What is usual is the mean of the last so many blocks (one of each request and drafted round), and
 # of so many that survived whole, with which it starts.
 USUAL_BLOCKS, FIRST_BLOCKS = 64, 4
@@ -42,6 +44,9 @@ NEWS_OF_TRUST = 0.1
 # A draft must promise this much more throughput than plain decoding: it is the best of many
 # estimates, and the best of many is overestimated.
 DRAFT_GAIN = 1.05
+# By how much the survivals of one new request may exceed what is usual (two standard deviations);
+# the mean of many exceeds it by less, in proportion to the root of their number.
+HOPE = 0.4
 
 
 @dataclass(frozen=True)
@@ -122,11 +127,18 @@ class BudgetScheduler:
         plain = self._plain(requests, context)
         if plain is not None and DRAFT_GAIN * self._rate(plain) > budget.throughput:
             self._plain_rounds += 1
-            if self._plain_rounds > self._patience:
-                self._plain_rounds, self._patience = 0, min(2 * self._patience, LAST_PROBE)
-            elif 2 * np.count_nonzero(self._asked[rows] == generations) >= requests:
+            asked = 2 * np.count_nonzero(self._asked[rows] == generations) >= requests
+            asks = not asked and self._worth_asking(known, plain, context)
+            due = self._plain_rounds > self._patience
+            if not (asks or due):
                 return plain
-            budget = self._best(known[:, :1], context)  # one token each tells enough to go on
+            probe = self._best(known[:, :1], context)  # one token each tells enough to go on
+            due = due and self._plain_rounds > min(self._rarity(probe, plain), LAST_PROBE)
+            if not (asks or due):
+                return plain
+            if due:
+                self._plain_rounds, self._patience = 0, min(2 * self._patience, LAST_PROBE)
+            budget = probe
         else:
             self._plain_rounds, self._patience = 0, FIRST_PROBE
             if budget.depth < self.gamma and self._shallow >= LAST_PROBE:
@@ -148,6 +160,16 @@ class BudgetScheduler:
         cost = replace(self._drafted_cost, hopeful=hopeful)
         min_gain = self.config.min_gain
         return choose_budget(known, self.grid, cost, context, min_gain, self._trust, depths)
+
+    def _rarity(self, probe: Budget, plain: Decision) -> float:
+        """Rounds without a draft for one probe, so that it takes PROBE_SHARE of them at most."""
+        lost = probe.seconds * self._rate(plain) - probe.expected_tokens
+        return lost / plain.expected_tokens / PROBE_SHARE
+
+    def _worth_asking(self, known: Floats, plain: Decision, context: float) -> bool:
+        """Whether new requests could turn out so good that drafts for them pay."""
+        hoped = np.minimum(known + HOPE / len(known) ** 0.5, 1.0)
+        return self._best(hoped, context).throughput >= DRAFT_GAIN * self._rate(plain)
 
     def _runs_off(self) -> bool:
         """Whether this round tries a tier of which little is known."""

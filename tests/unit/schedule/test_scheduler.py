@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from budgets import (
+    CHEAP_PROBE,
     DEAR_DRAFT,
     FREE,
     GAMMA,
@@ -24,6 +25,7 @@ from sglang_dspark.schedule.scheduler import (
     FIRST_PROBE,
     LAST_PROBE,
     NEWS_OF_REQUEST,
+    PROBE_SHARE,
     BudgetScheduler,
     Decision,
 )
@@ -155,12 +157,12 @@ def nothing_accepted(budgets: BudgetScheduler, batch: Batch) -> None:
 
 
 def test_where_drafting_does_not_pay_it_is_tried_again_ever_more_rarely() -> None:
-    budgets, batch = scheduler(SLOW_DRAFT), Batch()
+    budgets, batch = scheduler(CHEAP_PROBE), Batch()
     assert batch.decide(budgets).drafts  # optimistic
     nothing_accepted(budgets, batch)
     decision = batch.decide(budgets)
     assert (decision.depth, decision.budget, decision.tier) == (0, 0, GRID.index(8, 8))
-    assert (decision.expected_tokens, decision.seconds) == (8.0, 0.001)
+    assert (decision.expected_tokens, decision.seconds) == (8.0, 0.0026)
     assert plain_rounds(budgets, batch) == FIRST_PROBE - 1
     patience = FIRST_PROBE
     for _ in range(6):
@@ -170,8 +172,17 @@ def test_where_drafting_does_not_pay_it_is_tried_again_ever_more_rarely() -> Non
     assert patience == LAST_PROBE
 
 
-def test_good_survivals_bring_the_draft_back() -> None:
+def test_a_look_that_costs_much_is_put_off() -> None:
+    """A drafted round takes as long as three without, and gives a tenth more tokens."""
     budgets, batch = scheduler(SLOW_DRAFT), Batch()
+    nothing_accepted(budgets, batch)
+    rounds = plain_rounds(budgets, batch)
+    assert (3 - 1.1) / PROBE_SHARE <= rounds <= (3 - 1.0) / PROBE_SHARE
+    assert rounds > 4 * FIRST_PROBE
+
+
+def test_good_survivals_bring_the_draft_back() -> None:
+    budgets, batch = scheduler(CHEAP_PROBE), Batch()
     for _ in range(3):
         nothing_accepted(budgets, batch)
         assert plain_rounds(budgets, batch) >= FIRST_PROBE
@@ -186,3 +197,20 @@ def test_without_a_plain_cost_there_is_always_a_draft() -> None:
     for _ in range(10):
         nothing_accepted(budgets, batch)
         assert batch.decide(budgets).drafts
+
+
+def new_requests(rows: int) -> Batch:
+    batch = Batch(rows)
+    batch.generations += 9
+    return batch
+
+
+def test_a_new_request_is_asked_and_a_crowd_of_them_only_if_it_may_help() -> None:
+    """A draft pays from two fifths of a token a request on; a tenth is usual. One new request may
+    well be so much better, hardly the mean of sixteen."""
+    for requests, asked in ((1, True), (16, False)):
+        budgets = scheduler(RoundCost(FlatCost(0.004), plain=FlatCost(0.003)))
+        nothing_accepted(budgets, Batch())
+        batch = new_requests(requests)
+        assert batch.decide(budgets).drafts == asked
+        assert not budgets.decide(batch.rows, batch.generations, 0.0).drafts, "asked once"
