@@ -19,6 +19,8 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 
+LEAST_BIAS = 0.01  # of a fit, for one second of the shortest measured step
+
 
 class StepCost(Protocol):
     """What the schedule asks of a table."""
@@ -166,7 +168,9 @@ def fit(cells: Cells, max_knots: tuple[int, int, int] = (4, 10, 4)) -> CostModel
         (tuple(map(float, points)), tuple(map(float, part)))
         for points, part in zip(knots, parts, strict=True)
     )
-    return CostModel(float(solution[0]), *requests, *tokens, float(solution[-1]), *drafted)
+    # Where contexts grow with the batch, κ can take all of it; but no step takes no time.
+    bias = max(float(solution[0]), LEAST_BIAS * float(cells.seconds.min()))
+    return CostModel(bias, *requests, *tokens, float(solution[-1]), *drafted)
 
 
 def relative_errors(model: StepCost, cells: Cells) -> Floats:

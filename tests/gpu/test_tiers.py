@@ -8,8 +8,6 @@ import torch
 from cuda_graph import Buffer, GraphPool, TierGrid
 from sglang_dspark.kernels.top_windows import top_windows, top_windows_reference
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 
 @pytest.mark.parametrize(("requests", "gamma"), [(1, 1), (7, 5), (40, 7), (256, 7), (512, 15)])
 def test_windows_equal_the_reference(requests: int, gamma: int) -> None:

@@ -195,3 +195,13 @@ def test_bad_tables_say_what_is_wrong(tmp_path: Path, content: str, message: str
     assert str(error.value).startswith(str(path))
     with pytest.raises(TableError, match="no such file"):
         load_table(tmp_path / "none.json")
+
+
+def test_noise_that_leaves_no_bias_makes_a_model_all_the_same() -> None:
+    """Times that grow faster than the context ask for a bias below 0, and get none; a server that
+    measures itself must start nevertheless."""
+    one = np.ones(2)
+    cells = Cells(one, one, np.zeros(2), np.array([10.0, 1000.0]), np.array([0.001, 0.2]))
+    model = fit(cells)
+    assert model.bias == pytest.approx(0.01 * 0.001)
+    assert model.seconds_per_context_token > 1e-4
