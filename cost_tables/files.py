@@ -5,7 +5,8 @@ Ours:
     {"format": "sglang-dspark cost table", "version": 1,
      "fingerprint": {the fields of Fingerprint},
      "model": {the fields of CostModel}, "plain_model": the same of rounds without a draft,
-     or null, "median_error": 0.03, "cells": 120}
+     or null, "median_error": 0.03, "cells": 120,
+     "report": {what the profiler found out beside it: see `profiling.effect`, `.validation`}}
 
 SGLang's: SpsCostTable (steps per second over batch tokens; a step function) and
 SpsAdditiveCostTable (bias + α(R) + θ(M)). Neither has a context term nor a fingerprint.
@@ -15,7 +16,8 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, fields
+import re
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ import numpy as np
 from cost_tables.model import CostModel, Floats, RoundCost
 
 FORMAT, VERSION = "sglang-dspark cost table", 1
+# The end of what `host.platform.describe_cpu` says.
+_CPU_KIND = re.compile(r"\(family \d+, model \d+\), \d+ cores$")
 
 
 class TableError(ValueError):
@@ -52,15 +56,47 @@ class Fingerprint:
             if getattr(self, f.name) != getattr(other, f.name)
         ]
 
+    def serves(self, here: Fingerprint) -> bool:
+        """Whether a table made on `self` says something of `here`: it is the same, or near it.
+
+        Near are another device of the same family, and a table for more draft tokens than `here`
+        has: T knows γ only by the sizes up to which it was measured. All else (target, draft,
+        dtype, tp, backend, a CPU's cores) gives T another shape, which correcting it by tier while
+        serving cannot mend.
+        """
+        alike = replace(self, device=here.device, gamma=here.gamma) == here
+        return alike and self.gamma >= here.gamma and family(self.device) == family(here.device)
+
+
+def family(device: str) -> str:
+    """What the names of devices have in common whose step times are alike.
+
+    CPUs: family and model number, which tell the microarchitecture whatever it is sold as, and the
+    cores. GPUs: all up to the chip's name, so not form factor nor memory: "NVIDIA A100-SXM4-80GB"
+    and "NVIDIA A100 80GB PCIe" are of one family. A slice of a GPU (MIG) is like nothing else.
+    """
+    words = device.split()
+    if words[-1:] == ["cores"]:
+        found = _CPU_KIND.search(device)
+        return found.group() if found else device
+    numbered = [i for i, word in enumerate(words) if any(map(str.isdigit, word))]
+    if not numbered or "MIG" in words:
+        return device
+    chip = numbered[0]
+    return " ".join([*words[:chip], words[chip].split("-")[0]])
+
 
 @dataclass(frozen=True)
 class Table:
-    """A loaded table. fingerprint and median_error are None where the file does not say."""
+    """A loaded table. fingerprint and median_error are None where the file does not say.
+
+    report: what the profiler found out when it made the table; empty where nothing is told."""
 
     cost: RoundCost
     fingerprint: Fingerprint | None
     median_error: float | None
     source: str
+    report: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -86,9 +122,10 @@ def save_table(
     median_error: float,
     cells: int,
     plain: CostModel | None = None,
+    report: dict[str, Any] | None = None,
 ) -> None:
     """Atomic. median_error: relative, on held-out cells. cells: how many were measured.
-    plain: of rounds without a draft."""
+    plain: of rounds without a draft. report: see `Table`."""
     content = {
         "format": FORMAT,
         "version": VERSION,
@@ -97,6 +134,7 @@ def save_table(
         "plain_model": None if plain is None else asdict(plain),
         "median_error": median_error,
         "cells": cells,
+        "report": report or {},
     }
     temp = path.with_name(path.name + ".tmp")
     temp.write_text(json.dumps(content, indent=1) + "\n")
@@ -135,7 +173,10 @@ def _ours(raw: dict[str, Any], path: Path) -> Table:
     error = _number(raw["median_error"], "median_error")
     plain = raw.get("plain_model")
     cost = RoundCost(_model(raw["model"]), None if plain is None else _model(plain))
-    return Table(cost, Fingerprint(**raw["fingerprint"]), error, str(path))
+    report = raw.get("report", {})
+    if not isinstance(report, dict):
+        raise ValueError(f"report is {report!r}; must be an object")
+    return Table(cost, Fingerprint(**raw["fingerprint"]), error, str(path), report)
 
 
 def _model(values: dict[str, Any]) -> CostModel:

@@ -65,6 +65,7 @@ def _profile(words: Sequence[str], console: Console) -> int:
         overwrite=args.overwrite,
         dry_run=args.dry_run,
         seed=args.sweep_seed,
+        validate=args.validate,
     )
     options.check()
     with _first_signal_interrupts():
@@ -122,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         default=Path("cost_table.json"),
         metavar="TABLE.json",
-        help="the table; the measured cells and a plot go beside it, as .csv and .png "
+        help="the table; the measured cells and plots go beside it, as .csv and .png "
         "(default: %(default)s)",
     )
     parser.add_argument(
@@ -150,6 +151,12 @@ def _parser() -> argparse.ArgumentParser:
         type=_counts,
         metavar="C,C,...",
         help="prompt tokens of a request, shortest first (default: 128,1024; quick: 64,512)",
+    )
+    parser.add_argument(
+        "--validate",
+        action="store_true",
+        help="then measure all rounds that the schedule can choose from anew, and say what the "
+        "table's choices lose against the best ones; takes as long again",
     )
     parser.add_argument(
         "--dry-run",

@@ -115,7 +115,7 @@ class LiveRounds:
         began, wait = self._clock(), 0.05
         while True:
             self._sleep(wait)
-            wait = min(1.3 * wait, 2.0)
+            wait = min(1.3 * wait, 0.5)
             record = self._record()
             if (windows := record["windows_of_rounds"]) and len(windows[-1]) == self._requests:
                 self._committed = _committed(record)

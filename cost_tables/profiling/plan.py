@@ -19,9 +19,10 @@ from cost_tables.profiling.live import SKIPPED_ROUNDS
 
 PASSES = 2
 FEWEST_ROUNDS, MOST_ROUNDS = 4, 32  # of one visit
-# Rounds of a visit that are not counted: after the change, and while the host asks and is answered.
-LOST_ROUNDS = SKIPPED_ROUNDS + 2
-VISIT_OVERHEAD_S, LOAD_OVERHEAD_S = 0.05, 0.3
+# Rounds of a visit that are not counted: until the server knows of the change and after it, and
+# while it is asked and answers.
+LOST_ROUNDS = SKIPPED_ROUNDS + 4
+VISIT_OVERHEAD_S, LOAD_OVERHEAD_S = 0.05, 1.0
 # New tokens of a request for one round that it is in: more are accepted only from a draft that
 # knows the random prompts' continuations well, and then a second load follows.
 TOKENS_A_ROUND = 3
@@ -148,9 +149,9 @@ def make_plan(
                 f"{int(KV_SHARE * facts.kv_tokens)}, and {facts.max_context} a request"
             ] = None
             continue
-        more = PASSES * _visit_s(pace, cell, FEWEST_ROUNDS)
+        more = PASSES * visit_s(pace, cell, FEWEST_ROUNDS)
         if not any((c.requests, c.context) == (cell.requests, cell.context) for c in cells):
-            more += PASSES * _load_s(pace, cell)
+            more += PASSES * load_s(pace, cell)
         if rank <= CORE_RANK or spent + more <= seconds:
             cells.append(cell)
             spent += more
@@ -158,7 +159,7 @@ def make_plan(
         raise ProfileError(f"no cell has room: {next(iter(left_out))}")
     rounds = _rounds(pace, cells, seconds - spent)
     total = spent + sum(PASSES * (rounds - FEWEST_ROUNDS) * pace.round_s(c) for c in cells)
-    return Plan(_groups(cells), rounds, total, tuple(left_out))
+    return Plan(groups_of(cells), rounds, total, tuple(left_out))
 
 
 def _rounds(pace: Pace, cells: Sequence[Cell], left_s: float) -> int:
@@ -167,15 +168,25 @@ def _rounds(pace: Pace, cells: Sequence[Cell], left_s: float) -> int:
     return min(FEWEST_ROUNDS + max(0, int(left_s / one_more)), MOST_ROUNDS)
 
 
-def _visit_s(pace: Pace, cell: Cell, rounds: int) -> float:
+def visit_s(pace: Pace, cell: Cell, rounds: int) -> float:
+    """Seconds of a visit with so many rounds that count."""
     return (rounds + LOST_ROUNDS) * pace.round_s(cell) + VISIT_OVERHEAD_S
 
 
-def _load_s(pace: Pace, cell: Cell) -> float:
+def load_s(pace: Pace, cell: Cell) -> float:
+    """Seconds until all requests of a load decode, and to end them."""
     return cell.requests * cell.context / pace.prefill_tokens_per_s + LOAD_OVERHEAD_S
 
 
-def _groups(cells: Sequence[Cell]) -> tuple[Group, ...]:
+def seconds_of(plan: Plan, pace: Pace) -> float:
+    """All visits and loads of a plan."""
+    visits = sum(visit_s(pace, cell, plan.rounds) for cell in plan.cells)
+    loads = sum(load_s(pace, group.cells[0]) for group in plan.groups)
+    return plan.passes * (visits + loads)
+
+
+def groups_of(cells: Sequence[Cell]) -> tuple[Group, ...]:
+    """Cells by the load that they share."""
     shared: dict[tuple[int, int], list[Cell]] = {}
     for cell in sorted(cells, key=_key):
         shared.setdefault((cell.requests, cell.context), []).append(cell)

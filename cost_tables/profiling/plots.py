@@ -11,6 +11,8 @@ import numpy as np
 from cost_tables.model import CostModel, Floats, RoundCost, StepCost
 from cost_tables.profiling.fitting import Fitted, Part
 from cost_tables.profiling.plan import spread
+from cost_tables.profiling.search import committed
+from cost_tables.profiling.validation import WITHIN, Validation, Verdict
 
 LINES = 4  # batch sizes that T is drawn for
 
@@ -46,6 +48,31 @@ def plot_cost(cost: RoundCost, gamma: int, path: Path) -> None:
     _save(figure, path)
 
 
+def plot_validation(validation: Validation, path: Path) -> None:
+    """Regret over R; and the throughput of every round of the largest batch, over M."""
+    figure, (regrets, rates) = _panels(2)
+    by_workload: dict[str, list[Verdict]] = {}
+    for verdict in validation.verdicts:
+        by_workload.setdefault(verdict.contest.workload.name, []).append(verdict)
+    for name, verdicts in by_workload.items():
+        counts = [verdict.contest.requests for verdict in verdicts]
+        regrets.plot(counts, [100 * verdict.regret for verdict in verdicts], "o-", label=name)
+        _draw_rates(rates, validation, verdicts[-1])
+    regrets.axhline(100 * WITHIN, color="grey", linewidth=1)
+    regrets.set(xlabel="R, requests", ylabel="regret, %")
+    regrets.legend()
+    largest = max(verdict.contest.requests for verdict in validation.verdicts)
+    rates.set(
+        title=f"R = {largest}; ring: the table's round",
+        xlabel="M, tokens of the verify forward",
+        ylabel="tokens/s",
+    )
+    for axis in (regrets, rates):
+        axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter("{x:g}")
+    _save(figure, path)
+
+
 def batch_sizes(cost: StepCost, most: int = LINES) -> list[int]:
     """Some R that a table has knots at; of SGLang's tables, which may have none, some powers."""
     knots: Iterable[float] = cost.request_knots if isinstance(cost, CostModel) else (1, 8, 64)
@@ -72,6 +99,24 @@ def _draw_curves(axis: Any, part: Part, gamma: int) -> None:
         (line,) = axis.plot(tokens, 1e3 * seconds, label=f"R = {requests}")
         axis.plot(here.tokens, 1e3 * here.seconds, ".", color=line.get_color())
     _label(axis)
+
+
+def _draw_rates(axis: Any, validation: Validation, verdict: Verdict) -> None:
+    """Points: every round that can be chosen; a ring around the one that the table chose."""
+    contest = verdict.contest
+    survivals = contest.workload.survivals(contest.requests, validation.gamma)
+    times = [t for t in validation.times if t.cell.requests == contest.requests]
+    rates = {t.cell: committed(survivals, t.cell) / t.seconds for t in times}
+    (points,) = axis.plot([cell.tokens for cell in rates], list(rates.values()), ".")
+    chosen = contest.by_table
+    axis.plot(
+        [chosen.tokens],
+        [rates[chosen]],
+        "o",
+        color=points.get_color(),
+        fillstyle="none",
+        markersize=10,
+    )
 
 
 def _label(axis: Any) -> None:

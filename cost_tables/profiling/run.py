@@ -1,33 +1,45 @@
-"""A profile from end to end: plan, sweep, fit, files."""
+"""A profile from end to end: plan, sweep, fit, files, and a validation if it is asked for."""
 
 from __future__ import annotations
 
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table as Grid
 
 from cost_tables.files import save_table
-from cost_tables.measure import Cell
 from cost_tables.profiling.cell_file import CellFile, Header, Row, read_cells
+from cost_tables.profiling.effect import find_rises
 from cost_tables.profiling.errors import ProfileError
 from cost_tables.profiling.facts import Facts
 from cost_tables.profiling.fitting import Fitted, fit_cells
-from cost_tables.profiling.plan import FEWEST_ROUNDS, Plan, doubling, make_plan
-from cost_tables.profiling.plots import plot_fit
-from cost_tables.profiling.sweep import MeasuredPace, Rounds, Sweep, probe
+from cost_tables.profiling.plan import Plan, doubling, make_plan
+from cost_tables.profiling.plots import plot_fit, plot_validation
+from cost_tables.profiling.printing import (
+    line,
+    print_fit,
+    print_plan,
+    print_rises,
+    print_validation,
+    print_validation_plan,
+    print_written,
+    progress_bar,
+)
+from cost_tables.profiling.sweep import OVERTIME, MeasuredPace, Rounds, Sweep, probe
+from cost_tables.profiling.validation import validate
+from cost_tables.profiling.validation_plan import plan_validation
 
-OVERTIME = 1.25  # a sweep ends at so much of the time it was given, but for its first pass
+VALIDATION_SHARE = 1.0  # of the sweep's time
 
 
 @dataclass(frozen=True)
 class Options:
     """out: the table. seconds: of the sweep. requests: R to measure; None: powers of two.
-    contexts: prompt tokens, ascending."""
+    contexts: prompt tokens, ascending. validate: whether the table's choices are judged by fresh
+    measurements, which takes as long again."""
 
     out: Path
     seconds: float
@@ -37,6 +49,7 @@ class Options:
     overwrite: bool = False
     dry_run: bool = False
     seed: int = 0
+    validate: bool = False
 
     @property
     def cells_file(self) -> Path:
@@ -45,6 +58,10 @@ class Options:
     @property
     def plot_file(self) -> Path:
         return self.out.with_suffix(".png")
+
+    @property
+    def validation_plot_file(self) -> Path:
+        return self.out.with_suffix(".validation.png")
 
     def check(self) -> None:
         """Before anything is started: whether all files can be written. Raises ProfileError."""
@@ -75,7 +92,8 @@ def profile(rounds: Rounds, options: Options, console: Console) -> bool:
     earlier = _earlier(options, facts)
     pace = probe(rounds, counts, options.contexts[0])
     plan = make_plan(facts, pace, options.seconds, options.requests, options.contexts)
-    _print_plan(plan, facts, pace, console)
+    print_plan(plan, facts, pace, console)
+    validation_plan = _validation_plan(plan, facts, pace, options, console)
     if options.dry_run:
         return True
     cells = CellFile(options.cells_file, Header(facts.fingerprint, options.seed), earlier)
@@ -83,8 +101,10 @@ def profile(rounds: Rounds, options: Options, console: Console) -> bool:
         finished = _sweep(rounds, plan, pace, options, cells, earlier, console)
     finally:
         cells.close()
-    rows = read_cells(options.cells_file)[1]
-    _write(fit_cells(rows), facts, options, console)
+    fitted = fit_cells(read_cells(options.cells_file)[1])
+    report = _write(fitted, facts, options, console)
+    if finished and validation_plan is not None:
+        return _validate(rounds, validation_plan, pace, fitted, report, options, console)
     return finished
 
 
@@ -101,6 +121,19 @@ def _earlier(options: Options, facts: Facts) -> list[Row]:
     return rows
 
 
+def _validation_plan(
+    plan: Plan, facts: Facts, pace: MeasuredPace, options: Options, console: Console
+) -> Plan | None:
+    """None: nobody asked for one. plan: of the sweep."""
+    if not options.validate:
+        return None
+    context = min(group.context for group in plan.groups)
+    counts = [group.requests for group in plan.groups if group.context == context]
+    found = plan_validation(facts, pace, VALIDATION_SHARE * options.seconds, counts, context)
+    print_validation_plan(found, plan.seconds, facts.gamma, console)
+    return found
+
+
 def _sweep(
     rounds: Rounds,
     plan: Plan,
@@ -111,27 +144,10 @@ def _sweep(
     console: Console,
 ) -> bool:
     """Whether it was not interrupted."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("measuring", total=plan.passes * len(plan.cells))
-
-        def advance(cell: Cell) -> None:
-            progress.advance(task)
-
+    with progress_bar(console, "measuring", plan.passes * len(plan.cells)) as advance:
+        limit_s = OVERTIME * options.seconds
         sweep = Sweep(
-            rounds,
-            plan,
-            pace,
-            cells.append,
-            advance,
-            OVERTIME * options.seconds,
-            options.seed,
-            rows=list(earlier),
+            rounds, plan, pace, cells.append, advance, limit_s, options.seed, rows=list(earlier)
         )
         try:
             sweep.run()
@@ -141,58 +157,48 @@ def _sweep(
     return True
 
 
-def _print_plan(plan: Plan, facts: Facts, pace: MeasuredPace, console: Console) -> None:
-    grid = Grid()
-    for column in ("R", "context", "cells", "depths", "tokens", "KV tokens"):
-        grid.add_column(column, justify="right")
-    for group in plan.groups:
-        tokens = [cell.tokens for cell in group.cells]
-        grid.add_row(
-            str(group.requests),
-            str(group.context),
-            str(len(group.cells)),
-            " ".join(map(str, sorted({cell.depth for cell in group.cells}))),
-            f"{min(tokens)} to {max(tokens)}",
-            str(group.requests * group.context),
-        )
-    console.print(grid)
-    for text in plan.left_out:
-        console.print(f"left out: {text}", markup=False, highlight=False)
-    slowest = max(plan.cells, key=pace.round_s)
-    console.print(
-        f"{len(plan.cells)} cells, {plan.passes} passes of {plan.rounds} rounds (at least "
-        f"{FEWEST_ROUNDS}): about {plan.seconds / 60:.1f} minutes, up to "
-        f"{pace.round_s(slowest):.2f} s a round; prompts at {pace.prefill_tokens_per_s:.0f} "
-        f"tokens/s; the server has {facts.kv_tokens} KV tokens",
-        highlight=False,
-    )
+def _write(fitted: Fitted, facts: Facts, options: Options, console: Console) -> dict[str, Any]:
+    """The table and its plot. Returns what the table's file reports beside the model."""
+    rises = find_rises(fitted.drafted.times)
+    report = {"step_time_over_tokens": [rise.record() for rise in rises]}
+    _save(fitted, facts, report, options)
+    plot_fit(fitted, facts.gamma, options.plot_file)
+    print_fit(fitted, console)
+    print_rises(rises, console)
+    print_written((options.out, options.cells_file, options.plot_file), console)
+    return report
 
 
-def _write(fitted: Fitted, facts: Facts, options: Options, console: Console) -> None:
-    cells = sum(len(part.times) for _, part in fitted.parts)
+def _save(fitted: Fitted, facts: Facts, report: dict[str, Any], options: Options) -> None:
     save_table(
         options.out,
         fitted.drafted.model,
         facts.fingerprint,
         fitted.median_error,
-        cells,
+        sum(len(part.times) for _, part in fitted.parts),
         None if fitted.plain is None else fitted.plain.model,
+        report,
     )
-    plot_fit(fitted, facts.gamma, options.plot_file)
-    for name, part in fitted.parts:
-        middle, high = np.percentile(part.held_out, [50, 90])
-        console.print(
-            f"rounds {name}: {len(part.times)} cells, error of held-out ones {middle:.1%} in the "
-            f"median, up to {high:.1%} in 9 of 10",
-            highlight=False,
-        )
-    if fitted.plain is None:
-        console.print("rounds without a draft: too few cells; the draft is never skipped")
-    for file in (options.out, options.cells_file, options.plot_file):
-        console.print(f"written: {file}", markup=False, highlight=False, soft_wrap=True)
-    console.print(
-        f"serve with --speculative-dspark-sps-table-path {options.out}",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
-    )
+
+
+def _validate(
+    rounds: Rounds,
+    plan: Plan,
+    pace: MeasuredPace,
+    fitted: Fitted,
+    report: dict[str, Any],
+    options: Options,
+    console: Console,
+) -> bool:
+    """Whether it was not interrupted."""
+    bar = partial(progress_bar, console)
+    try:
+        validation = validate(rounds, plan, pace, fitted.cost, options.seed + 1, bar)
+    except KeyboardInterrupt:
+        console.print("interrupted; the table is written, and not validated")
+        return False
+    _save(fitted, rounds.facts, {**report, "validation": validation.record()}, options)
+    plot_validation(validation, options.validation_plot_file)
+    print_validation(validation, console)
+    line(console, f"written: {options.out}, {options.validation_plot_file}")
+    return True

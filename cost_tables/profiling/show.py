@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -11,8 +12,10 @@ from rich.table import Table as Grid
 
 from cost_tables.files import Table, TableError, load_table
 from cost_tables.model import CostModel, StepCost
+from cost_tables.profiling.effect import rise_of
 from cost_tables.profiling.errors import ProfileError
 from cost_tables.profiling.plots import batch_sizes, plot_cost, token_range
+from cost_tables.profiling.printing import line
 
 GAMMA_UNKNOWN = 7  # SGLang's tables do not say
 CONTEXT_A_REQUEST = 512  # KV tokens that predictions are printed for
@@ -31,6 +34,7 @@ def show(path: Path, console: Console, png: Path | None = None) -> None:
     console.print(
         "error not stated" if error is None else f"median error {error:.1%} on held-out cells"
     )
+    _print_report(table.report, console)
     for name, cost in _parts(table):
         _print_parts(name, cost, console)
     gamma = _gamma(table)
@@ -42,6 +46,20 @@ def show(path: Path, console: Console, png: Path | None = None) -> None:
     if png is not None:
         plot_cost(table.cost, gamma, png)
         console.print(f"written: {png}", markup=False)
+
+
+def _print_report(report: dict[str, Any], console: Console) -> None:
+    """What the profiler found out beside the model, in short."""
+    for found in report.get("step_time_over_tokens", ()):
+        line(console, f"step time over forced verify tokens, {rise_of(found).text}")
+    if validation := report.get("validation"):
+        regrets = [cell["regret"] for cell in validation["cells"]]
+        line(
+            console,
+            f"its choice is within {validation['within']:.0%} of the best round in "
+            f"{validation['share_within']:.0%} of {len(regrets)} batches; regret "
+            f"{np.median(regrets):.1%} in the median, {max(regrets):.1%} at most",
+        )
 
 
 def compare(first: Path, second: Path, console: Console) -> None:

@@ -22,6 +22,7 @@ from cost_tables.profiling.plan import Group, Plan, new_tokens, room
 
 UNSTEADY = 0.15  # interquartile range over median of a cell's rounds
 LOADS_A_VISIT = 3  # new loads for a cell whose requests keep ending
+OVERTIME = 1.25  # a sweep ends at so much of the time it was given, but for its first pass
 
 
 class Rounds(Protocol):

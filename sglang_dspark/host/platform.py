@@ -68,11 +68,15 @@ def activate() -> str | None:
 
 
 def describe_cpu() -> str:
-    """The processor's name and the cores that may be used, e.g. for a cost table."""
+    """The processor's name and kind and the cores that may be used, e.g. for a cost table."""
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    name = names[0] if names else machine_name()
+    known: dict[str, str] = {}  # of the first processor
+    for line in info.read_text().splitlines() if info.exists() else []:
+        topic, _, what = line.partition(":")
+        known.setdefault(topic.strip(), what.strip())
+    name = known.get("model name") or machine_name()
+    if known.keys() >= {"cpu family", "model"}:  # a virtual machine's name may be a brand's alone
+        name += f" (family {known['cpu family']}, model {known['model']})"
     return f"{name}, {threads.usable_cores()} cores"
 
 

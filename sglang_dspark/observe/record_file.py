@@ -5,7 +5,8 @@ JSON lines. The first one says what was served:
     {"format": "sglang-dspark records", "version": 1,
      "config": {"algorithm", "mode", "gamma", "has_confidence_head"}, "schedule": {topic: text}}
 
-and each of the others is a decode round that is over, with the fields of `RecordedRound`. `null`
+whose schedule leaves out what the next round changes (how the cost table is corrected).
+Each of the others is a decode round that is over, with the fields of `RecordedRound`. `null`
 stands for what is not known, and inside of `logits` for what is not finite. No torch in here.
 """
 

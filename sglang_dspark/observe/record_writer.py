@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 WRITE_SECONDS = 0.5
 # Lines that may wait for a slow disk, a few kB each.
 MOST_WAITING = 20_000
+# What the schedule says of the moment; that it is off is lasting.
+PASSING, LASTING = "refinement", "off"
 # Of the logits: far below what their float32 means for a probability.
 DECIMALS = 4
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
@@ -98,7 +100,8 @@ def first_line(config: SpecConfig, schedule: dict[str, str]) -> bytes:
         "gamma": config.gamma,
         "has_confidence_head": config.draft.has_confidence_head,
     }
-    content = {"format": FORMAT, "version": VERSION, "config": served, "schedule": schedule}
+    lasting = {t: text for t, text in schedule.items() if t != PASSING or text == LASTING}
+    content = {"format": FORMAT, "version": VERSION, "config": served, "schedule": lasting}
     return orjson.dumps(content, option=_OPTIONS)
 
 

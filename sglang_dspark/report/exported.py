@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.observe.metrics import PREFIX
 from sglang_dspark.report.distribution import Distribution, bucket_quantile
+from sglang_dspark.report.refinement import Kind
 from sglang_dspark.report.steps import AllTimes, Times
 from sglang_dspark.report.tally import Totals
 
@@ -52,6 +53,14 @@ class Exported:
             computed=round(forwards.total),
             padding=self._sum("padding_tokens_total"),
         )
+
+    def corrections(self) -> dict[Kind, float]:
+        """Seconds for one that the table says, by tokens and whether drafted, as of the last
+        round of each."""
+        return {
+            (int(labels["tier"]), labels["drafted"] == "true"): factor
+            for labels, factor in self.samples.get("step_time_correction", ())
+        }
 
     def step_times(self) -> AllTimes | None:
         """None: no round had both times."""

@@ -95,6 +95,7 @@ def _sections(report: Report) -> Iterable[str]:
         "tokens",
     )
     yield _steps(report)
+    yield _refinement(report)
     yield _calibration(report)
     yield _section("More figures", "", _table(_figures(report)), wide=True, kind="facts")
     facts = Table(("", ""), report.run.facts)
@@ -145,6 +146,24 @@ def _steps(report: Report) -> str:
         f"predictions add up to {percent(steps.bias)} of the time measured. The first table has "
         "medians by tokens of the forward; on the dashed line a prediction is right.",
         plot + by_tier + overall,
+        wide=True,
+    )
+
+
+def _refinement(report: Report) -> str:
+    title, found = "Corrections of the cost table", report.refinement
+    if isinstance(found, Missing):
+        return _nothing(title, found)
+    in_force = (
+        "In force: what the server makes of it now, from all rounds of late and of the other tiers."
+        if found.in_force
+        else "What the server makes of it is on its /metrics, not here."
+    )
+    return _section(
+        title,
+        "Seconds for one that the table says, by tokens of the verify forward. Measured: median "
+        f"over {found.covers}. {in_force}",
+        _table(tables.refinement(found)),
         wide=True,
     )
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.observe.record_file import Header, RecordedRound, read_records
+from sglang_dspark.report.refinement import RatioTally
 from sglang_dspark.report.reliability import ReliabilityTally
 from sglang_dspark.report.steps import StepTally
 from sglang_dspark.report.summary import MODES, Missing, Report, Run, summarise
@@ -16,6 +17,7 @@ from sglang_dspark.report.tally import Ints, Round, RoundTally
 NO_LOGITS = (
     "the records hold no confidence logits: no round was drafted without penalties or grammars"
 )
+COVERED = "all rounds of the file with both times"
 NOTHING_REACHED = "no verify window held a draft token whose logit is known"
 
 
@@ -26,12 +28,14 @@ def report_on_records(path: Path) -> Report:
         raise ConfigError(
             f"records {path}: config.mode is {header.mode!r}; must be one of {', '.join(MODES)}"
         )
-    tally, times, reliability = RoundTally(), StepTally(), ReliabilityTally(header.gamma)
+    tally, times, ratios = RoundTally(), StepTally(), RatioTally()
+    reliability = ReliabilityTally(header.gamma)
     logits_seen = False
     for recorded in rounds:
         done = _round(recorded)
         tally.add(done)
         times.add(done)
+        ratios.add(done)
         if recorded.logits is not None:
             logits_seen = True
             reliability.add(recorded.logits, *_outcomes(recorded, recorded.logits.shape[1]))
@@ -40,7 +44,8 @@ def report_on_records(path: Path) -> Report:
     return summarise(
         _run(path, header, tally.rounds),
         tally.totals(),
-        times.result("all rounds of the file with both times"),
+        times.result(COVERED),
+        ratios.result(COVERED, in_force={}),
         reliability.result() or Missing(NOTHING_REACHED if logits_seen else NO_LOGITS),
     )
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.report.exported import Exported, parse_metrics
+from sglang_dspark.report.refinement import RatioTally
 from sglang_dspark.report.steps import StepTally
 from sglang_dspark.report.summary import MODES, Missing, Report, Run, summarise
 from sglang_dspark.report.tally import Round, RoundTally
@@ -48,11 +49,12 @@ def summarise_server(
     metrics: Exported | None,
 ) -> Report:
     """answer: /server_info; states: its rounds' records, one a data-parallel rank."""
-    tally, times = RoundTally(), StepTally()
+    tally, times, ratios = RoundTally(), StepTally(), RatioTally()
     for state in states:
         for done in _rounds(state):
             tally.add(done)
             times.add(done)
+            ratios.add(done)
     totals = tally.totals() if metrics is None else metrics.totals()
     if not (totals.windows and totals.commits):
         raise ConfigError(f"{url}: has run no decode round yet; send it a request first")
@@ -65,6 +67,7 @@ def summarise_server(
         _run(url, answer, states[0], last if metrics is None else "all rounds since it started"),
         totals,
         steps,
+        ratios.result(last, {} if metrics is None else metrics.corrections()),
         Missing(NOT_IN_A_SERVER),
         utilisation=utilisation,
         notes=() if metrics is not None else (NO_METRICS,),

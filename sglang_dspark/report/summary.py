@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from sglang_dspark.report.distribution import Distribution
+from sglang_dspark.report.refinement import Refinement
 from sglang_dspark.report.reliability import Calibration
 from sglang_dspark.report.steps import StepTimes
 from sglang_dspark.report.tally import Totals
@@ -67,6 +68,7 @@ class Report:
     budgets: Distribution | Missing
     forwards: Distribution | Missing
     steps: StepTimes | Missing
+    refinement: Refinement | Missing
     calibration: Calibration | Missing
     notes: tuple[str, ...]
 
@@ -79,6 +81,7 @@ def summarise(
     run: Run,
     totals: Totals,
     steps: StepTimes | None,
+    refinement: Refinement | None,
     calibration: Calibration | Missing,
     *,
     utilisation: float | None = None,
@@ -111,6 +114,7 @@ def summarise(
         budgets=_known(run, "budgets", totals.budgets, NO_ROUNDS),
         forwards=_known(run, "forwards", totals.forwards, NO_ROUNDS),
         steps=_known(run, "steps", steps, NO_TIMES),
+        refinement=_known(run, "refinement", refinement, NO_TIMES),
         calibration=calibration,
         notes=notes,
     )
@@ -141,10 +145,12 @@ _NOT_IN_MODE = {
         "plain": "static mode drafts in every round",
         "budgets": "static mode has no budget: it verifies whole blocks",
         "steps": "static mode has no cost table to predict step times by",
+        "refinement": "static mode has no cost table to correct",
     },
     CAP_ACCEPT: {
         "padding": "cap-accept mode runs full windows, which are not packed",
         "steps": "cap-accept mode runs full windows, but its cost table predicts trimmed ones",
+        "refinement": "cap-accept mode learns no step times: it runs full windows",
     },
     COMPACT: {"utilisation": _NO_CEILINGS_IN_COMPACT, "ceilings": _NO_CEILINGS_IN_COMPACT},
 }

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sglang_dspark.report.distribution import Distribution
+from sglang_dspark.report.refinement import Refinement
 from sglang_dspark.report.reliability import Calibration
 from sglang_dspark.report.steps import AllTimes, StepTimes
 from sglang_dspark.report.summary import Missing, Report
-from sglang_dspark.report.words import NOTHING, milliseconds, percent
+from sglang_dspark.report.words import NOTHING, factor, milliseconds, percent
 
 Row = tuple[str, ...]
 
@@ -66,6 +67,20 @@ def all_times(steps: StepTimes | AllTimes) -> Table:
         for name, times in (("predicted", steps.predicted), ("measured", steps.measured))
     ]
     return Table(("ms", "mean", "median", "90 %"), tuple(rows))
+
+
+def refinement(found: Refinement) -> Table:
+    """Seconds for one that the table says: as measured, and as the server takes it where known."""
+    factors = ("measured", "in force") if found.in_force else ("measured",)
+    rows = [
+        (
+            f"{each.label}, {'drafted' if each.drafted else 'no draft'}",
+            f"{each.rounds:,}",
+            *map(factor, (each.measured, each.in_force)[: len(factors)]),
+        )
+        for each in found.corrections
+    ]
+    return Table(("tokens", "rounds", *factors), tuple(rows))
 
 
 def calibration(found: Calibration) -> Table:

@@ -22,6 +22,8 @@ def show(report: Report, console: Console) -> None:
     _print(console, "Windows by tokens", tables.lengths(report))
     if not isinstance(report.steps, Missing):
         _print(console, "Step times by tokens of the forward", tables.step_times(report.steps))
+    if not isinstance(report.refinement, Missing):
+        _print(console, "Step time for one of the table's", tables.refinement(report.refinement))
     if not isinstance(report.calibration, Missing):
         _print(console, "Survival of drafts", tables.calibration(report.calibration))
     for topic, what in run.facts:

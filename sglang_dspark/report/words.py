@@ -102,5 +102,10 @@ def milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:.2f}"
 
 
+def factor(value: float | None) -> str:
+    """How many times as much."""
+    return NOTHING if value is None else f"{value:.2f}"
+
+
 def _about(figure: object, meaning: str) -> str:
     return figure.missing if isinstance(figure, Missing) else meaning

@@ -75,6 +75,14 @@ def path(tmp_path: Path) -> Path:
 # --- what is written is what is read -------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("refinement", "kept"), [("off", True), ("drafted x 1.00 to 1.00", False)])
+def test_the_header_leaves_out_what_is_of_the_moment(path, refinement, kept):
+    writer = RecordWriter(path, FLAG, CONFIG, {**SCHEDULE, "refinement": refinement})
+    writer.close()
+    schedule = read_records(path)[0].schedule
+    assert schedule == {**SCHEDULE, **({"refinement": "off"} if kept else {})}
+
+
 def test_the_header_says_what_was_served(path):
     header, rounds = read_records(write(path))
     assert header == Header("DFLASH", "compact", GAMMA, False, SCHEDULE)

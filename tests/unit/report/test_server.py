@@ -77,7 +77,8 @@ class Worker:
         self.records = RoundRecords(config)
         self._watchers: list[RoundRecords | RoundMetrics] = [self.records]
         if metrics:
-            self._watchers.append(RoundMetrics(64, mode.schedules, {"model_name": "tiny"}))
+            self.metrics = RoundMetrics(64, mode.schedules, {"model_name": "tiny"})
+            self._watchers.append(self.metrics)
 
     def round(self, windows: list[int], accepted: list[int], tokens: int, **changes: Any) -> None:
         nothing = np.zeros(len(windows), dtype=bool)
@@ -158,6 +159,33 @@ def test_a_server_without_metrics_is_told_what_to_add(worker, serve):
     report = report_on_server(serve(found.pages()))
     assert report.run.covers == "the last 3 rounds"
     assert "--enable-metrics" in report.notes[0]
+
+
+def test_corrections_are_those_that_the_server_exports(worker, serve):
+    found = worker(VerifyMode.COMPACT, True)
+    compact_rounds(found)
+    metrics = found.metrics
+    said = ((4, True, 1.0), (4, True, 1.15), (64, True, 2.0), (4, False, 0.5))
+    for tier, drafted, factor in said:
+        metrics.corrected(tier, drafted, factor)
+    report = report_on_server(serve(found.pages()))
+    facts = [
+        (c.low, c.drafted, c.rounds, c.measured, c.in_force) for c in report.refinement.corrections
+    ]
+    assert facts == [
+        (4, True, 1, pytest.approx(1.2), 1.15),
+        (8, True, 1, pytest.approx(0.8), None),
+        (64, True, 0, None, 2.0),
+        (4, False, 1, pytest.approx(1.0), 0.5),
+    ]
+    assert "In force: what the server makes of it now" in html.render(report)
+
+
+def test_without_metrics_corrections_are_not_known(worker, serve):
+    found = worker(VerifyMode.COMPACT, False)
+    compact_rounds(found)
+    report = report_on_server(serve(found.pages()))
+    assert not report.refinement.in_force and len(report.refinement.corrections) == 3
 
 
 def test_step_times_of_the_last_rounds_are_exact_and_those_of_all_by_bucket(worker, serve):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -111,3 +112,55 @@ def test_a_shipped_table_serves_only_its_like(
     source = find_cost(ScheduleConfig(), HERE, measure)
     assert source.cost == found
     assert ("b.json" in source.about) == (measure is never)
+
+
+# --- a shipped table that is near -----------------------------------------------------------------
+
+BOARD, CHIP = "NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"
+NEAR = replace(HERE, device=BOARD)
+THERE = replace(HERE, device=CHIP)
+
+
+def test_a_near_one_serves_with_one_warning_of_what_differs(
+    shipped: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_table(shipped / "near.json", SHIPPED, NEAR, 0.01, cells=48)
+    with caplog.at_level(logging.WARNING):
+        source = find_cost(ScheduleConfig(), THERE, never)
+    assert source.cost == RoundCost(SHIPPED)
+    difference = f"device: {BOARD} against {CHIP}"
+    assert "near.json" in source.about and difference in source.about
+    (message,) = [record.getMessage() for record in caplog.records]
+    for words in ("near.json", difference, "--speculative-dspark-sps-table-path measure"):
+        assert words in message
+
+
+def test_one_of_the_very_same_is_taken_before_a_near_one_and_in_silence(
+    shipped: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_table(shipped / "a-near.json", FILE, NEAR, 0.01, cells=48)
+    save_table(shipped / "b-same.json", SHIPPED, THERE, 0.01, cells=48)
+    assert find_cost(ScheduleConfig(), THERE, never).cost == RoundCost(SHIPPED)
+    assert not caplog.records
+
+
+def test_of_near_ones_that_which_differs_least_is_taken(shipped: Path) -> None:
+    for name, model, changes in (
+        ("a", FILE, {"device": BOARD, "gamma": 15}),
+        ("b", MADE, {"gamma": 15}),
+        ("c", SHIPPED, {"gamma": 9}),
+    ):
+        fingerprint = replace(THERE, **changes)  # type: ignore[arg-type]
+        save_table(shipped / f"{name}.json", model, fingerprint, 0.01, cells=48)
+    assert find_cost(ScheduleConfig(), THERE, never).cost == RoundCost(SHIPPED)
+
+
+def test_what_nothing_would_correct_is_measured_instead(shipped: Path) -> None:
+    save_table(shipped / "near.json", SHIPPED, NEAR, 0.01, cells=48)
+    assert find_cost(ScheduleConfig(refine=False), THERE, measured).cost == RoundCost(MADE, MADE)
+    assert find_cost(ScheduleConfig(refine=False), NEAR, never).cost == RoundCost(SHIPPED)
+
+
+def test_a_measurement_can_be_asked_for(shipped: Path) -> None:
+    save_table(shipped / "same.json", SHIPPED, HERE, 0.01, cells=48)
+    assert find_cost(ScheduleConfig(measure=True), HERE, measured).cost == RoundCost(MADE, MADE)
