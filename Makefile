@@ -33,9 +33,10 @@ help:
 demo: $(STAMP)
 	@$(VENV)/bin/sglang-dspark demo $${PROMPT:+--prompt="$$PROMPT"} $(DEMO_ARGS)
 
-# importlib: test files of the same name in different folders are different modules.
+# Two workers (a core and up to 8 GB each), a file is run by one: it shares its servers.
 test: lint
-	$(VENV)/bin/python -m pytest --durations=15 $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=15 \
+		$(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .

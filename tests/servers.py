@@ -1,4 +1,4 @@
-"""Real SGLang servers for tests. A start takes about 20 s, so every server is shared by many."""
+"""Real SGLang servers for tests. A start takes many seconds, so a server is shared by many."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ import torch
 
 import micro
 import reference
+from preloaded import Launcher
 from sglang_dspark.serving import Server
 
 COMMON = ["--dtype", "float32", "--skip-server-warmup", "--enable-metrics"]
@@ -35,9 +36,24 @@ def speculative(draft: Path, *more: str, algorithm: str = "DSPARK") -> list[str]
     ]
 
 
+class PreloadedServer(Server):
+    """The same server, whose launcher need not import SGLang first."""
+
+    def __enter__(self) -> Server:
+        self._process = Launcher(self.command[3:], self._environ, self.log)
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+
 @contextmanager
 def serve(target: Path, args: Sequence[str], log: Path, **environ: str) -> Iterator[Server]:
-    with Server(["--model-path", str(target), *args], log=log, environ=environ) as server:
+    # A process that has looked for CUDA devices must not be forked.
+    kind = Server if torch.cuda.is_available() else PreloadedServer
+    with kind(["--model-path", str(target), *args], log=log, environ=environ) as server:
         try:
             yield server
         finally:

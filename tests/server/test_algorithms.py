@@ -58,8 +58,10 @@ def test_output_equals_no_speculation(server, trained_greedy):
         if share is not None:
             tell(server, dspark_force_budget_frac=share)
         tell(server, dspark_clear_info_records=True)
-        for concurrency in (1, 8) if share else (1, 8, 16):
-            assert generate_all(server, REQUESTS, concurrency) == trained_greedy, concurrency
+        # Long requests are alone anyway, at the end of every batch.
+        for concurrency, number in ((1, 10), (8, 16)) if share else ((1, 16), (8, 16), (16, 16)):
+            outputs = generate_all(server, REQUESTS[:number], concurrency)
+            assert outputs == trained_greedy[:number], concurrency
             assert_no_leak(server)
         check_records(server, share)
     if "pool too small" in server.name:

@@ -77,7 +77,9 @@ def expected(pair) -> list[list[int]]:
 def server(setting: Setting, pair, tmp_path_factory):
     target, draft = pair
     log = tmp_path_factory.mktemp("log") / "server.log"
-    args = [*MICRO, *speculative(draft), *SMALL_POOL, *setting.flags]
+    # Without records a static server leaves confidences alone.
+    records = ["--speculative-verify-records", str(log.with_name("rounds.jsonl"))]
+    args = [*MICRO, *speculative(draft), *SMALL_POOL, *setting.flags, *records]
     environ = {
         # Count every slot at every step: a leak stops the server at once.
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",

@@ -178,7 +178,7 @@ def served(request, targets, tmp_path_factory):
     args = [
         *speculative(draft, *layout.flags, algorithm=layout.algorithm),
         *("--speculative-verify-mode", "compact"),
-        *("--max-running-requests", "8"),
+        *("--max-running-requests", "32"),
     ]
     if request.param not in LEFT_ALONE:
         args += ["--speculative-verify-budget", "1.0"]  # saves measuring a table
@@ -251,7 +251,7 @@ def test_batches_of_trimmed_windows_equal_the_target_alone(served):
 # Reduced vocabularies, whose other tokens can come from the residual only, and a row of masks.
 @pytest.mark.parametrize("served", LEFT_ALONE, indirect=True)
 def test_sampled_tokens_follow_the_targets_distribution(served):
-    """Temperature 1, three tokens of 2,000 requests, half of the budget, batches of 8."""
+    """Temperature 1, three tokens of 2,000 requests, half of the budget, batches of 32."""
     server, layout, _, model = served
     prompt = layout.prompts()[1]
     tell(server, dspark_clear_info_records=True, dspark_force_budget_frac=0.5)

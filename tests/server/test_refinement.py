@@ -18,7 +18,7 @@ from servers import assert_no_leak, generate_all, info, serve, speculative, tell
 from sglang_dspark.serving import Server
 from trained import ARGS, DRAFT, REQUESTS, TARGET, mode
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.alone]
 
 CLIENTS, LENGTH = 4, 500
 DELAY_S = 0.04  # several times a whole round of the tiny target

@@ -121,7 +121,9 @@ MODES = {"static": [], "compact, random": [*mode("compact"), *budget("random")]}
 def server(request, pair, tmp_path_factory):
     target, draft = pair
     log = tmp_path_factory.mktemp("log") / "server.log"
-    args = [*ARGS, *speculative(draft), *MODES[request.param]]
+    # Without records a static server leaves confidences alone.
+    records = ["--speculative-verify-records", str(log.with_name("rounds.jsonl"))]
+    args = [*ARGS, *speculative(draft), *MODES[request.param], *records]
     with serve(target, args, log, SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY="1") as server:
         yield server
 

@@ -83,8 +83,8 @@ def check_plain_sampling(pair, server) -> list[list[int]]:
 
 
 def test_plain_sampling_with_trimmed_windows(pair, tmp_path_factory):
-    """Half of the draft tokens is really trimmed; a batch of sixteen shares the budget."""
-    flags = [*mode("compact"), *budget("0.5"), "--max-running-requests", "16"]
+    """Half of the draft tokens is really trimmed; the batch shares the budget."""
+    flags = [*mode("compact"), *budget("0.5")]
     with started(pair, tmp_path_factory, *flags) as server:
         for batch in check_plain_sampling(pair, server):
             assert sum(batch) == len(batch) + 7 * len(batch) // 2

@@ -301,7 +301,6 @@ WINDOW = {"layer_types": ["sliding_attention", "full_attention"], "sliding_windo
         ),
         (layouts.write_speculators_dflash, {"block_size": "8"}, ["block_size is '8'", "int"]),
     ],
-    ids=str,
 )
 def test_a_field_that_is_refused(tmp_path, writer, changes, words):
     message = error(writer(tmp_path / "draft", **changes))
