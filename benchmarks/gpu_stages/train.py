@@ -18,7 +18,7 @@ from gpu_stages.settings import Result, Settings
 END_S = 20.0  # to save a checkpoint and to end a server
 EXIT_INTERRUPTED = 130
 MAIN = "import sys; from sglang_dspark import cli; sys.exit(cli.main())"
-TINY_SIZES = ("--target", "tiny", "--tokens", "400", "--steps", "2", "--eval-prompts", "1")
+TINY_SIZES = ("--target", "tiny", "--tokens", "400", "--steps", "100000", "--eval-prompts", "1")
 TINY_S = 25.0  # enough to begin; it is interrupted then, as by the end of a box
 DRAFTS, TINY_DRAFTS = ("dspark", "dflash", "eagle3"), ("dspark",)
 
