@@ -190,3 +190,10 @@ def test_the_documentation_has_the_table():
 def test_the_readme_names_what_compact_needs():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert all(f"`{name.split()[0]}`" in readme for name in names(ragged=True))
+
+
+def test_the_readme_names_the_backends_that_serve_compact():
+    (row,) = re.findall(r"^\| attention backends \|.*$", (ROOT / "README.md").read_text(), re.M)
+    listed = re.search(r"`compact`: (.*), and a CPU's `host`", row)
+    assert listed is not None
+    assert listed[1].replace("`", "").split(", ") == names(ragged=True)
