@@ -33,23 +33,32 @@ def eager_blocks(choose: Any, vocab_size: int, generator: torch.Generator) -> Sa
     return SampledBlocks(choose, example, vocab_size, SIZES, generator, False, backend="eager")
 
 
-def params(requests: int, filters: bool, generator: torch.Generator) -> SamplingParams:
+FILTERS = {"none": {}, "top-k": {"top_k": 3}, "top-p": {"top_p": 0.5}, "min-p": {"min_p": 0.4}}
+
+
+def params(
+    requests: int,
+    generator: torch.Generator,
+    top_k: int = 1 << 30,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+) -> SamplingParams:
     """Every third request is greedy."""
-    top_k = torch.full((requests,), 6 if filters else 1 << 30, dtype=torch.int32)
-    top_k[::3] = 1
+    top_ks = torch.full((requests,), top_k, dtype=torch.int32)
+    top_ks[::3] = 1
     return SamplingParams(
         temperature=torch.rand(requests, 1, generator=generator) + 0.5,
-        top_k=top_k,
-        top_p=torch.full((requests,), 0.8 if filters else 1.0),
-        min_p=torch.full((requests,), 0.05 if filters else 0.0),
-        need_top_k=filters,
-        need_top_p=filters,
-        need_min_p=filters,
+        top_k=top_ks,
+        top_p=torch.full((requests,), top_p),
+        min_p=torch.full((requests,), min_p),
+        need_top_k=top_k < 1 << 30,
+        need_top_p=top_p < 1.0,
+        need_min_p=min_p > 0.0,
         any_greedy=True,
     )
 
 
-@pytest.mark.parametrize("filters", [False, True])
+@pytest.mark.parametrize("filters", FILTERS.values(), ids=FILTERS)
 def test_a_padded_block_is_the_block_itself(filters):
     generator = torch.Generator().manual_seed(0)
     blocks = SampledBlocks(
@@ -58,7 +67,7 @@ def test_a_padded_block_is_the_block_itself(filters):
     for requests in (8, 3, 1, 5, 2):
         hidden = torch.randn(requests, GAMMA, HIDDEN, generator=generator)
         anchors = torch.randint(0, VOCAB, (requests,), generator=generator)
-        sampling = params(requests, filters, generator)
+        sampling = params(requests, generator, **filters)
         for depth in (GAMMA, 1):
             found = blocks.block(hidden, anchors, sampling, depth)
             wanted = choose(hidden[:, :depth], anchors, sampling)
@@ -73,7 +82,7 @@ def test_batches_without_a_graph_are_left_to_the_drafter():
     def ask(blocks: SampledBlocks, requests: int) -> DraftBlock | None:
         hidden = torch.zeros(requests, GAMMA, HIDDEN)
         anchors = torch.zeros(requests, dtype=torch.int64)
-        return blocks.block(hidden, anchors, params(requests, False, generator), GAMMA)
+        return blocks.block(hidden, anchors, params(requests, generator), GAMMA)
 
     blocks = eager_blocks(choose, VOCAB, generator)
     assert ask(blocks, 8) is not None and ask(blocks, 9) is None
@@ -97,7 +106,7 @@ def test_draws_follow_the_generator():
         blocks = SampledBlocks(
             drawn, torch.zeros(GAMMA, HIDDEN), VOCAB, SIZES, generator, False, "eager"
         )
-        sampling = params(8, False, torch.Generator().manual_seed(0))
+        sampling = params(8, torch.Generator().manual_seed(0))
         found = [
             blocks.block(torch.zeros(8, GAMMA, HIDDEN), torch.zeros(8).long(), sampling, GAMMA)
             for _ in range(2)

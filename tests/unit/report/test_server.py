@@ -278,9 +278,16 @@ def test_nobody_listens():
         assert "cannot be reached" in error_of(url)
 
 
-@pytest.mark.parametrize("url", ["http://", "http:///x", "http://127.0.0.1:port"])
-def test_no_address(url):
-    error_of(url)
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("http://", "names no host; an address is such as http://127.0.0.1:30000"),
+        ("http:///x", "names no host"),
+        ("http://127.0.0.1:port", "nonnumeric port"),
+    ],
+)
+def test_no_address(url, words):
+    assert words in error_of(url)
 
 
 def test_something_that_does_not_speak_http():
