@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from cost_tables.model import CostModel, Floats, RoundCost
+from cost_tables.model import SLOPES, CostModel, Floats, RoundCost
 
 FORMAT, VERSION = "sglang-dspark cost table", 1
 # The end of what `host.platform.describe_cpu` says.
@@ -180,19 +180,13 @@ def _ours(raw: dict[str, Any], path: Path) -> Table:
 
 
 def _model(values: dict[str, Any]) -> CostModel:
-    return CostModel(
-        bias=_number(values["bias"], "bias"),
-        seconds_per_context_token=_number(
-            values["seconds_per_context_token"], "seconds_per_context_token"
-        ),
-        **{
-            name: tuple(_numbers(values[name], name))
-            for name in (
-                *("request_knots", "request_seconds", "token_knots", "token_seconds"),
-                *("draft_knots", "draft_seconds"),
-            )
-        },
-    )
+    parts: dict[str, Any] = {
+        name: tuple(_numbers(values[name], name))
+        for part in ("request", "token", "draft")
+        for name in (f"{part}_knots", f"{part}_seconds")
+    }
+    parts |= {name: _number(values.get(name, 0.0), name) for name in SLOPES}
+    return CostModel(bias=_number(values["bias"], "bias"), **parts)
 
 
 def _additive(raw: dict[str, Any]) -> CostModel:

@@ -1,24 +1,30 @@
 """T(R, M, C, N): seconds of a whole round, as a sum of parts that are easy to fit and to read.
 
-    T = bias + α(R) + θ(M) + δ(N) + κ · C
+    T = bias + α(R) + θ(M) + δ(N) + σ · D + κ · C + λ · M · C / R
 
 R requests, M tokens of the verify forward (padding included: what runs is the tier), N drafted
-tokens (R times the depth of the draft), C KV tokens that the round attends to. α, θ and δ are
-piecewise linear, start at 0 and never fall; κ is not negative. κ is there because reading the
-context does not shrink with the windows: without it, long contexts look like expensive tokens.
+tokens, D = N / R the depth of the draft, C KV tokens that the round attends to. α, θ and δ are
+piecewise linear, start at 0 and never fall; σ, κ and λ are not negative.
+
+κ is there because reading the context does not shrink with the windows: without it, long contexts
+look like expensive tokens. λ is for attention that is bound by arithmetic: each of the M tokens
+looks at the C / R of its request. σ is what a step of a chain of drafts costs however few requests
+take it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 
+# Fields of CostModel that are one number each.
+SLOPES = ("seconds_per_context_token", "seconds_per_draft_step", "seconds_per_attended_token")
 LEAST_BIAS = 0.01  # of a fit, for one second of the shortest measured step
 
 
@@ -36,6 +42,7 @@ class CostModel:
     """The fitted model. Knots ascend; values are seconds, not negative and never falling.
 
     request_knots, request_seconds: α. token_knots, token_seconds: θ. draft_knots, draft_seconds: δ.
+    seconds_per_context_token: κ, _per_attended_token: λ, _per_draft_step: σ.
     Outside of the knots α is constant; θ and δ go on with the slope of their last piece, since more
     tokens cost more.
     """
@@ -48,6 +55,8 @@ class CostModel:
     seconds_per_context_token: float = 0.0
     draft_knots: tuple[float, ...] = (0.0,)
     draft_seconds: tuple[float, ...] = (0.0,)
+    seconds_per_draft_step: float = 0.0
+    seconds_per_attended_token: float = 0.0
 
     def __post_init__(self) -> None:
         for name, knots, values in (
@@ -66,10 +75,8 @@ class CostModel:
                 raise ValueError(f"{name}_knots is {list(knots)}; must ascend from 0 or more")
             if min(values) < 0 or list(values) != sorted(values):
                 raise ValueError(f"{name}_seconds is {list(values)}; must not be negative nor fall")
-        for name, value in (
-            ("bias", self.bias),
-            ("seconds_per_context_token", self.seconds_per_context_token),
-        ):
+        for name in ("bias", *SLOPES):
+            value = getattr(self, name)
             if not (np.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} is {value}; must be a finite number, not negative")
         if self.bias + self.request_seconds[0] + self.token_seconds[0] <= 0:
@@ -82,8 +89,12 @@ class CostModel:
         fixed = self.bias + float(np.interp(requests, *alpha))
         fixed += self.seconds_per_context_token * context
         total: Floats = fixed + _part(tokens, *theta)
+        if self.seconds_per_attended_token:
+            total = total + self.seconds_per_attended_token * context / requests * tokens
         if len(self.draft_knots) > 1:
             total = total + _part(drafted, *delta)
+        if self.seconds_per_draft_step:
+            total = total + self.seconds_per_draft_step / requests * np.asarray(drafted)
         return total
 
     @cached_property
@@ -153,7 +164,10 @@ def fit(cells: Cells, max_knots: tuple[int, int, int] = (4, 10, 4)) -> CostModel
     variables = (cells.requests, cells.tokens, cells.drafted)
     knots = [_knots(values, most) for values, most in zip(variables, max_knots, strict=True)]
     ramps = [_ramps(values, at) for values, at in zip(variables, knots, strict=True)]
-    columns = [np.ones((len(cells), 1)), *ramps, cells.context[:, None]]
+    requests = np.maximum(cells.requests, 1)  # 0 where they are not told apart
+    depth, attended = cells.drafted / requests, cells.tokens * cells.context / requests
+    slopes = np.stack([cells.context, depth, attended], axis=1)  # in the order of SLOPES
+    columns = [np.ones((len(cells), 1)), *ramps, slopes]
     matrix = np.concatenate(columns, axis=1)
     scale = np.maximum(np.abs(matrix).max(axis=0), 1e-12)
     weighted = matrix / scale / cells.seconds[:, None]
@@ -161,16 +175,16 @@ def fit(cells: Cells, max_knots: tuple[int, int, int] = (4, 10, 4)) -> CostModel
     solution = solution / scale
     at, parts = 1, []
     for points in knots:
-        slopes = solution[at : at + len(points) - 1]
-        parts.append(np.concatenate([[0.0], np.cumsum(slopes * np.diff(points))]))
+        steps = solution[at : at + len(points) - 1] * np.diff(points)
+        parts.append(np.concatenate([[0.0], np.cumsum(steps)]))
         at += len(points) - 1
-    requests, tokens, drafted = (
-        (tuple(map(float, points)), tuple(map(float, part)))
-        for points, part in zip(knots, parts, strict=True)
-    )
+    fields: dict[str, Any] = dict(zip(SLOPES, map(float, solution[-len(SLOPES) :]), strict=True))
+    for name, at_knots, seconds in zip(("request", "token", "draft"), knots, parts, strict=True):
+        fields[f"{name}_knots"] = tuple(map(float, at_knots))
+        fields[f"{name}_seconds"] = tuple(map(float, seconds))
     # Where contexts grow with the batch, κ can take all of it; but no step takes no time.
     bias = max(float(solution[0]), LEAST_BIAS * float(cells.seconds.min()))
-    return CostModel(bias, *requests, *tokens, float(solution[-1]), *drafted)
+    return CostModel(bias, **fields)
 
 
 def relative_errors(model: StepCost, cells: Cells) -> Floats:

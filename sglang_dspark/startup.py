@@ -181,8 +181,8 @@ def record_writer(config: SpecConfig, windows: WindowScheduler) -> RecordWriter 
 
 def metric_labels(server_args: Any) -> dict[str, str] | None:
     """Labels of our metrics; None if the server exports none, or another rank does."""
-    from sglang.srt.runtime_context import get_parallel
+    from sglang.srt.runtime_context import get_parallel, get_serving
 
     if not server_args.enable_metrics or get_parallel().tp_rank != 0:
         return None
-    return {"model_name": str(server_args.served_model_name)}
+    return {"model_name": get_serving().served_model_name}

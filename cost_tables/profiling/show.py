@@ -102,7 +102,8 @@ def _print_parts(name: str, cost: StepCost, console: Console) -> None:
         return
     console.print(
         f"{name}: bias {1e3 * cost.bias:.3f} ms, {1e9 * cost.seconds_per_context_token:.2f} ns a "
-        "context token",
+        f"context token and {1e9 * cost.seconds_per_attended_token:.2f} ns for each verify token "
+        f"that attends to it, {1e3 * cost.seconds_per_draft_step:.3f} ms a draft step",
         highlight=False,
     )
     grid = Grid()

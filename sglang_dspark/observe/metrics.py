@@ -33,8 +33,9 @@ class RoundMetrics:
             made = Counter(PREFIX + name, about, [*names, *more])
             return made if more else made.labels(**labels)
 
-        def histogram(name: str, about: str, buckets: list[float]) -> Any:
-            return Histogram(PREFIX + name, about, names, buckets=buckets).labels(**labels)
+        def histogram(name: str, about: str, buckets: list[float], *more: str) -> Any:
+            made = Histogram(PREFIX + name, about, [*names, *more], buckets=buckets)
+            return made if more else made.labels(**labels)
 
         sizes = [0.0, *(2.0**i for i in range(max_tokens.bit_length() + 1))]
         seconds = [0.001 * 2**i for i in range(14)]
@@ -57,7 +58,12 @@ class RoundMetrics:
         self.verified = counter("verified_tokens", "Tokens of verify windows, anchors included")
         self.padding = counter("padding_tokens", "Tokens of verify forwards that were padding")
         self.predicted = histogram("predicted_step_seconds", "Step time by the table", seconds)
-        self.measured = histogram("measured_step_seconds", "Step time, round to round", seconds)
+        self.measured = histogram(
+            "measured_step_seconds",
+            "Step time, round to round, by whether the table predicted it",
+            seconds,
+            "predicted",
+        )
         self.corrections = Gauge(
             PREFIX + "step_time_correction",
             "Step time that is expected for one of the table's, as measured while serving",
@@ -82,9 +88,12 @@ class RoundMetrics:
         self.tier.observe(done.tokens)
         self.verified.inc(windows)
         self.padding.inc(0 if done.full else done.tokens - windows)
-        if done.decision.seconds > 0 and done.seconds is not None:
-            self.predicted.observe(done.decision.seconds)
-            self.measured.observe(done.seconds)
+        if done.seconds is not None:
+            predicted = done.decision.seconds > 0
+            labels = {**self._labels, "predicted": str(predicted).lower()}
+            self.measured.labels(**labels).observe(done.seconds)
+            if predicted:
+                self.predicted.observe(done.decision.seconds)
         if done.broken.any():
             self.fallbacks.labels(**self._labels, reason="confidence").inc(int(done.broken.sum()))
         if self._scheduled and done.decision.tier is None:

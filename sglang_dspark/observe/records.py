@@ -54,7 +54,8 @@ class RoundRecords:
         forward's tokens that belonged to no window (compact). utilisation: committed tokens for one
         that a full window would have committed (where full windows are run).
         accept_lens, windows: one list per round, oldest first, an entry per request.
-        tokens, budgets, depths, predicted_ms, measured_ms: one entry per round.
+        tokens, budgets, depths, predicted_ms, measured_ms: one entry per round; a time is None
+        where nothing was predicted or measured.
         confidences: survivals [R][gamma] of each of the last rounds.
         """
         config, totals = self._config, self._totals
@@ -80,16 +81,18 @@ class RoundRecords:
             "tokens": [done.tokens for done in recent],
             "budgets": [done.decision.budget for done in recent],
             "depths": [done.decision.depth for done in recent],
-            "predicted_ms": [round(1e3 * done.decision.seconds, 3) for done in recent],
-            "measured_ms": [
-                None if done.seconds is None else round(1e3 * done.seconds, 3) for done in recent
-            ],
+            "predicted_ms": [_milliseconds(done.decision.seconds or None) for done in recent],
+            "measured_ms": [_milliseconds(done.seconds) for done in recent],
             "confidences": [
                 np.round(done.survivals, 6).tolist()
                 for done in drafted
                 if done.survivals is not None
             ],
         }
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else round(1e3 * seconds, 3)
 
 
 def _ratio(above: float, below: float) -> float | None:

@@ -65,7 +65,7 @@ class Exported:
     def step_times(self) -> AllTimes | None:
         """None: no round had both times."""
         predicted = self._histogram("predicted_step_seconds")
-        measured = self._histogram("measured_step_seconds")
+        measured = self._histogram("measured_step_seconds", predicted="true")
         if not sum(predicted.counts) or not sum(measured.counts):
             return None
         return AllTimes(sum(measured.counts), predicted.times(), measured.times())
@@ -85,14 +85,14 @@ class Exported:
             counts[int(labels["tokens"])] += round(value)
         return dict(counts)
 
-    def _histogram(self, name: str) -> Histogram:
+    def _histogram(self, name: str, **labels: str) -> Histogram:
         """Prometheus' buckets hold all that is not above their end."""
         below: Counter[float] = Counter()
-        for labels, value in self._matching(f"{name}_bucket", {}):
-            below[float(labels["le"])] += round(value)
+        for found, value in self._matching(f"{name}_bucket", labels):
+            below[float(found["le"])] += round(value)
         ends = sorted(below)
         starts = [0, *(below[end] for end in ends[:-1])]
-        total = sum(value for _, value in self._matching(f"{name}_sum", {}))
+        total = sum(value for _, value in self._matching(f"{name}_sum", labels))
         counts = tuple(below[end] - start for end, start in zip(ends, starts, strict=True))
         return Histogram(tuple(ends), counts, total)
 

@@ -84,7 +84,7 @@ def _rounds(state: dict[str, Any]) -> list[Round]:
             tokens=tokens,
             full=state["mode"] != "compact",
             drafted=depth > 0,
-            predicted_s=1e-3 * predicted_ms,
+            predicted_s=1e-3 * (predicted_ms or 0.0),
             measured_s=None if measured_ms is None else 1e-3 * measured_ms,
         )
         for windows, commits, tokens, depth, predicted_ms, measured_ms in zip(

@@ -126,8 +126,16 @@ def test_times_are_compared_only_where_both_are_known(exported):
     exported.add([2], [0], decision=Decision(7, 1, 0, 1.5, 0.004), seconds=None)
     exported.add([2], [0], decision=Decision(7, 1, 0), seconds=0.5)
     for name, total in (("predicted", 0.004), ("measured", 0.006)):
-        assert exported.value(f"{name}_step_seconds_count") == 1
-        assert exported.value(f"{name}_step_seconds_sum") == pytest.approx(total)
+        labels = {"predicted": "true"} if name == "measured" else {}
+        assert exported.value(f"{name}_step_seconds_count", **labels) == 1
+        assert exported.value(f"{name}_step_seconds_sum", **labels) == pytest.approx(total)
+
+
+def test_what_nobody_predicted_is_measured_all_the_same(exported):
+    exported.add([8], [0], decision=Decision(7, 7, 0), seconds=0.5)  # static: there is no table
+    assert exported.value("measured_step_seconds_sum", predicted="false") == 0.5
+    assert exported.value("measured_step_seconds_count", predicted="true") is None
+    assert exported.value("predicted_step_seconds_count") == 0
 
 
 def test_fallbacks_are_counted_by_their_reason(exported):

@@ -31,10 +31,11 @@ MODEL = CostModel(
     draft_knots=(1.0, 32.0, 224.0),
     draft_seconds=(0.0, 0.002, 0.02),
 )
+CHAIN = replace(MODEL, seconds_per_draft_step=0.003, seconds_per_attended_token=2e-8)
 PLACE = Fingerprint("cpu", "m", "float32", 1, 7, "host")
 
 
-def cells(noise: float, seed: int = 0) -> Cells:
+def cells(noise: float, seed: int = 0, model: CostModel = MODEL) -> Cells:
     rng = np.random.default_rng(seed)
     rows = [
         (r, r * m, r * d, r * c)
@@ -43,7 +44,7 @@ def cells(noise: float, seed: int = 0) -> Cells:
         for d in (1, 4, 7)
         for c in (10, 1000)
     ]
-    exact = np.array([MODEL.seconds(r, np.array([m]), c, d)[0] for r, m, d, c in rows])
+    exact = np.array([model.seconds(r, np.array([m]), c, d)[0] for r, m, d, c in rows])
     seconds = exact * (1 + noise * rng.standard_normal(len(exact)))
     return Cells(*np.array(rows, dtype=float).T, seconds)
 
@@ -65,6 +66,25 @@ def test_a_fit_tells_drafted_tokens_from_verified_ones() -> None:
             (verify, MODEL.seconds(8, tokens, 0.0, 32.0)),
         ):
             assert np.diff(found) == pytest.approx(np.diff(expected), abs=tolerance)
+
+
+def test_a_chain_pays_for_its_steps_and_attention_for_what_it_looks_at() -> None:
+    """By hand: 4 requests, 3 steps of a chain, 8 verify tokens of 4 · 500 context tokens."""
+    plain, chain = (m.seconds(4, np.array([8.0]), 2000.0, 12.0)[0] for m in (MODEL, CHAIN))
+    assert chain - plain == pytest.approx(3 * 0.003 + 8 * 500 * 2e-8)
+    fewer = CHAIN.seconds(4, np.full(2, 8.0), 2000.0, np.array([4.0, 12.0]))
+    alone = MODEL.seconds(4, np.full(2, 8.0), 2000.0, np.array([4.0, 12.0]))
+    assert np.diff(fewer - alone) == pytest.approx(2 * 0.003)
+
+
+def test_a_fit_tells_steps_of_a_chain_from_drafted_tokens() -> None:
+    """And what attention computes from what it reads."""
+    model = fit(cells(0.0, model=CHAIN))
+    assert model.seconds_per_draft_step == pytest.approx(0.003, rel=0.1)
+    assert model.seconds_per_attended_token == pytest.approx(2e-8, rel=0.1)
+    assert model.seconds_per_context_token == pytest.approx(1e-7, rel=0.1)
+    without = fit(cells(0.0))
+    assert without.seconds_per_draft_step < 1e-4 and without.seconds_per_attended_token < 1e-9
 
 
 def test_a_fit_never_falls() -> None:
@@ -99,12 +119,21 @@ def test_a_table_reads_back(tmp_path: Path) -> None:
     assert (
         table.cost == RoundCost(MODEL) and table.fingerprint == PLACE and table.median_error == 0.02
     )
-    fitted, plain = fit(cells(0.01)), replace(MODEL, draft_knots=(0.0,), draft_seconds=(0.0,))
-    assert fitted.draft_seconds[-1] > 0
+    fitted = fit(cells(0.01, model=CHAIN))
+    plain = replace(MODEL, draft_knots=(0.0,), draft_seconds=(0.0,))
+    assert fitted.draft_seconds[-1] > 0 and fitted.seconds_per_draft_step > 0
     save_table(path, fitted, PLACE, 0.02, cells=48, plain=plain)
     assert load_table(path).cost == RoundCost(fitted, plain)
     other = Fingerprint("gpu", "m", "float32", 1, 5, "host")
     assert PLACE.differences(other) == ["device: cpu against gpu", "gamma: 7 against 5"]
+
+
+def test_what_a_table_does_not_know_of_costs_nothing(tmp_path: Path) -> None:
+    content = broken()
+    del content["model"]["seconds_per_draft_step"]
+    (tmp_path / "t.json").write_text(json.dumps(content))
+    cost = load_table(tmp_path / "t.json").cost.drafted
+    assert isinstance(cost, CostModel) and cost.seconds_per_draft_step == 0
 
 
 def test_sglangs_tables_load(tmp_path: Path) -> None:
@@ -145,6 +174,7 @@ def broken(*missing: str, **changes: Any) -> dict[str, Any]:
         "seconds_per_context_token": 0,
         "draft_knots": [1, 8],
         "draft_seconds": [0, 0.01],
+        "seconds_per_draft_step": 0,
     }
     top = {
         "format": "sglang-dspark cost table",
@@ -177,6 +207,10 @@ def broken(*missing: str, **changes: Any) -> dict[str, Any]:
         (json.dumps(broken(draft_knots=[8, 8])), "draft_knots is .* must ascend"),
         (json.dumps(broken(draft_seconds=[0.01, 0])), "draft_seconds is .* must not"),
         (json.dumps(broken(bias=float("nan"))), "bias holds nan; must be a finite number"),
+        (
+            json.dumps(broken(seconds_per_draft_step=-1)),
+            "seconds_per_draft_step is -1.0; must be a finite number, not negative",
+        ),
         (json.dumps(broken(bias="1")), "bias holds '1'; must be a finite number"),
         (json.dumps(broken(bias=0.0)), "takes no time"),
         (json.dumps({"sample_batch_tokens": [1]}), "field sample_steps_per_sec is missing"),
