@@ -28,7 +28,7 @@ from sglang_dspark.drafters.checkpoints.translate import is_translated
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.files import check_new_file
 from sglang_dspark.gamma import resolve_gamma
-from sglang_dspark.schedule.calibration import read_temperatures
+from sglang_dspark.schedule.calibration import Scaling, read_calibration
 
 TABLE_FLAG = "--speculative-dspark-sps-table-path"
 MEASURE = "measure"  # in place of a path
@@ -75,8 +75,8 @@ class ScheduleConfig:
     drafted tokens to verify, or "profile": what the profiler says, full windows until then.
     min_gain: see `schedule.budget`. table: the cost table of a file; None: a shipped one that fits,
     or measured at start-up. measure: at start-up in any case.
-    temperatures: calibration (STS), one a position; None: identity. calibration: where they are
-    from, for the log. refine: whether step times measured while serving correct the table.
+    scaling: calibration of the confidences; None: identity. calibration: where it is from, for the
+    log. refine: whether step times measured while serving correct the table.
     confidence_fit: whether confidences are fitted while serving; "auto": where there is no
     calibration. test_delays: a test's file that slows tiers down.
     """
@@ -86,7 +86,7 @@ class ScheduleConfig:
     min_gain: float = 0.02
     table: Table | None = None
     measure: bool = False
-    temperatures: tuple[float, ...] | None = None
+    scaling: Scaling | None = None
     calibration: str = "none (identity)"
     refine: bool = True
     confidence_fit: str = "auto"
@@ -96,7 +96,7 @@ class ScheduleConfig:
     def fits_online(self) -> bool:
         """Whether confidences follow the verify outcomes while serving."""
         if self.confidence_fit == "auto":
-            return self.temperatures is None
+            return self.scaling is None
         return self.confidence_fit == "on"
 
 
@@ -317,7 +317,7 @@ def _simulated_survival(environ: Mapping[str, str], gamma: int) -> tuple[float, 
 def _schedule(
     args: Any, environ: Mapping[str, str], gamma: int, made_for: Mapping[str, object]
 ) -> ScheduleConfig:
-    table = temperatures = None
+    table = scaling = None
     calibration = ScheduleConfig.calibration
     table_path = getattr(args, "speculative_dspark_sps_table_path", None)
     if table_path and table_path != MEASURE:
@@ -327,7 +327,7 @@ def _schedule(
             raise ConfigError(f"{TABLE_FLAG}: {error}") from error
     if path := getattr(args, "speculative_dspark_confidence_sts_path", None):
         try:
-            temperatures = tuple(read_temperatures(Path(path), gamma, made_for))
+            scaling = read_calibration(Path(path), gamma, made_for)
         except ConfigError as error:
             raise ConfigError(f"{CALIBRATION_FLAG}: {error}") from error
         calibration = str(path)
@@ -337,7 +337,7 @@ def _schedule(
         min_gain=_number(flags.MIN_GAIN, environ.get(flags.MIN_GAIN.variable, "0.02"), 0.0, 10.0),
         table=table,
         measure=table_path == MEASURE,
-        temperatures=temperatures,
+        scaling=scaling,
         calibration=calibration,
         test_delays=Path(delays) if (delays := environ.get(flags.TEST_DELAYS.variable)) else None,
         confidence_fit=_one_of(

@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 
 from sglang_dspark.calibrate.blocks import Blocks, load_blocks
-from sglang_dspark.calibrate.fit import MIN_BLOCKS, fit_temperatures
+from sglang_dspark.calibrate.fit import MIN_BLOCKS, fit_scaling
 from sglang_dspark.calibrate.reliability import errors_by_position
 from sglang_dspark.calibrate.result import Calibration
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.files import check_target, replace_file
+from sglang_dspark.schedule.calibration import Scaling
 
 # A share of fewer requests than this is none.
 MIN_REQUESTS = 10
@@ -45,6 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: %(default)s)",
     )
     parser.add_argument(
+        "--shift",
+        action="store_true",
+        help="fit an offset beside each temperature; SGLang's own worker does not know of it",
+    )
+    parser.add_argument(
         "--only",
         choices=("greedy", "sampled"),
         help="fit on these requests (default: on all together)",
@@ -70,13 +76,13 @@ def run(args: argparse.Namespace) -> None:
     header, blocks = load_blocks(args.records, args.only)
     fitted, held_out = blocks.split(args.held_out, args.seed)
     _check_enough(blocks, fitted, held_out)
-    temperatures = fit_temperatures(fitted)
+    scaling = fit_scaling(fitted, shift=args.shift)
     result = Calibration(
         header=header,
-        temperatures=temperatures,
+        scaling=scaling,
         counts=fitted.counts(),
-        before=errors_by_position(held_out, (1.0,) * header.gamma),
-        after=errors_by_position(held_out, temperatures),
+        before=errors_by_position(held_out, Scaling.identity(header.gamma)),
+        after=errors_by_position(held_out, scaling),
         fitted=fitted,
         held_out=held_out,
         settings={
@@ -92,8 +98,14 @@ def run(args: argparse.Namespace) -> None:
         positions = ", ".join(map(str, result.unfitted))
         print(
             f"sglang-dspark calibrate: warning: position {positions}: fewer than {MIN_BLOCKS} "
-            "blocks to fit on, the temperature stays 1; records of static or cap-accept reach "
+            "blocks to fit on, nothing is fitted there; records of static or cap-accept reach "
             "every position",
+            file=sys.stderr,
+        )
+    if scaling.shifted:
+        print(
+            "sglang-dspark calibrate: the shifts belong to the temperatures; SGLang's own worker "
+            "reads the latter alone, so fit without --shift for it",
             file=sys.stderr,
         )
     replace_file(args.output, result.to_json())

@@ -23,7 +23,9 @@ from scipy.special import expit
 
 from sglang_dspark.calibrate.blocks import Blocks
 from sglang_dspark.calibrate.reliability import Errors, errors
+from sglang_dspark.calibrate.shifts import fit_shifted
 from sglang_dspark.observe.record_file import Bools, Floats
+from sglang_dspark.schedule.calibration import Scaling
 
 # Blocks that a temperature is fitted on at least; with fewer it stays 1.
 MIN_BLOCKS = 100
@@ -33,6 +35,13 @@ _GRID: list[float] = np.linspace(np.log(LEAST), np.log(MOST), 81).tolist()
 BY_CHANCE = 1.5
 # Standard deviation of log t before anything is known; the weight of a handful of blocks.
 PRIOR_SPREAD = 0.5
+
+
+def fit_scaling(blocks: Blocks, *, shift: bool = False) -> Scaling:
+    """shift: fit shifts too (see `shifts.py`)."""
+    if shift:
+        return fit_shifted(blocks, MIN_BLOCKS, (LEAST, MOST), PRIOR_SPREAD)
+    return Scaling(fit_temperatures(blocks), (0.0,) * blocks.gamma)
 
 
 def fit_temperatures(blocks: Blocks) -> tuple[float, ...]:

@@ -16,6 +16,7 @@ from scipy.special import expit
 
 from sglang_dspark.calibrate.blocks import Blocks
 from sglang_dspark.observe.record_file import Bools, Floats, Ints
+from sglang_dspark.schedule.calibration import Scaling
 
 BINS = 15
 
@@ -46,15 +47,15 @@ def bins_of(predicted: Floats) -> Ints:
     return places
 
 
-def survivals(logits: Floats, temperatures: tuple[float, ...]) -> Floats:
-    """a_k = Π_{i<=k} sigmoid(logit_i / t_i). logits [n, γ] -> [n, γ]; NaN stays NaN."""
-    chances: Floats = expit(logits / np.array(temperatures))
+def survivals(logits: Floats, scaling: Scaling) -> Floats:
+    """a_k = Π_{i<=k} sigmoid(logit_i / t_i + s_i). logits [n, γ] -> [n, γ]; NaN stays NaN."""
+    chances: Floats = expit(logits / np.array(scaling.temperatures) + np.array(scaling.shifts))
     return np.array(np.cumprod(chances, axis=1), dtype=np.float64)
 
 
-def errors_by_position(blocks: Blocks, temperatures: tuple[float, ...]) -> list[Errors | None]:
+def errors_by_position(blocks: Blocks, scaling: Scaling) -> list[Errors | None]:
     """One a position; None where no block has an outcome."""
-    predicted = survivals(blocks.logits, temperatures)
+    predicted = survivals(blocks.logits, scaling)
     found: list[Errors | None] = []
     for k in range(blocks.gamma):
         seen = blocks.reach > k

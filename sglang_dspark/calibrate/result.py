@@ -14,20 +14,21 @@ from sglang_dspark.calibrate.blocks import Blocks
 from sglang_dspark.calibrate.fit import MIN_BLOCKS
 from sglang_dspark.calibrate.reliability import BINS, Errors, bins_of, survivals
 from sglang_dspark.observe.record_file import Floats, Header, Ints
+from sglang_dspark.schedule.calibration import Scaling
 
 FORMAT, VERSION = "sglang-dspark calibration", 1
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Temperatures, and what held-out blocks say of them.
+    """Temperatures, shifts, and what held-out blocks say of them.
 
-    counts: blocks that each position was fitted on. before, after: of the held-out blocks, with
-    temperatures of 1 and with the fitted ones; None where no outcome is known.
+    counts: blocks that each position was fitted on. before, after: of the held-out blocks, as the
+    draft says and scaled; None where no outcome is known.
     """
 
     header: Header
-    temperatures: tuple[float, ...]
+    scaling: Scaling
     counts: list[int]
     before: list[Errors | None]
     after: list[Errors | None]
@@ -59,7 +60,8 @@ class Calibration:
             "algorithm": self.header.algorithm,
             "has_confidence_head": self.header.has_confidence_head,
             "gamma": self.header.gamma,
-            "temperatures": list(self.temperatures),
+            "temperatures": list(self.scaling.temperatures),
+            **({"shifts": list(self.scaling.shifts)} if self.scaling.shifted else {}),
             "ece_before": [each.ece for each in self.before if each is not None],
             "ece_after": [each.ece for each in self.after if each is not None],
             "ece_by_chance": [each.chance for each in self.after if each is not None],
@@ -79,12 +81,13 @@ class Calibration:
             "perfect confidences would show with so few blocks.",
             caption_justify="left",
         )
-        for name in ("position", "blocks", "held out", "temperature"):
-            table.add_column(name, justify="right")
-        for name in ("ECE before", "after", "by chance"):
+        shifted = ("shift",) if self.scaling.shifted else ()
+        columns = ("position", "blocks", "held out", "temperature", *shifted)
+        for name in (*columns, "ECE before", "after", "by chance"):
             table.add_column(name, justify="right")
         held_out = self.held_out.counts()
-        for k, temperature in enumerate(self.temperatures):
+        pairs = zip(self.scaling.temperatures, self.scaling.shifts, strict=True)
+        for k, (temperature, shift) in enumerate(pairs):
             old, new = self.before[k], self.after[k]
             cells = [
                 old.ece if old else None,
@@ -96,6 +99,7 @@ class Calibration:
                 str(self.counts[k]),
                 str(held_out[k]),
                 f"{temperature:.3f}" if k + 1 not in self.unfitted else "1 (too few)",
+                *((f"{shift:+.3f}",) if shifted else ()),
                 *("-" if cell is None else _percent(cell) for cell in cells),
             )
         return table
@@ -112,15 +116,15 @@ class Calibration:
             f"{self.header.algorithm}: survival on held-out requests, before (grey) and after",
             fontsize=10,
         )
-        ones = (1.0,) * self.header.gamma
+        identity = Scaling.identity(self.header.gamma)
         for place, k in enumerate(shown):
             axes = figure.add_subplot(rows, columns, place + 1)
             axes.set(xlim=(-0.03, 1.03), ylim=(-0.03, 1.03))
             axes.plot([0, 1], [0, 1], color="0.7", linestyle="--", linewidth=1)
-            for temperatures, colour in ((ones, "0.5"), (self.temperatures, "tab:blue")):
-                predicted, observed, sizes = _curve(self.held_out, temperatures, k)
+            for scaling, colour in ((identity, "0.5"), (self.scaling, "tab:blue")):
+                predicted, observed, sizes = _curve(self.held_out, scaling, k)
                 axes.scatter(predicted, observed, s=sizes, color=colour, alpha=0.8, linewidth=0)
-            axes.set_title(f"position {k + 1}, t = {self.temperatures[k]:.2f}", fontsize=9)
+            axes.set_title(f"position {k + 1}, t = {self.scaling.temperatures[k]:.2f}", fontsize=9)
             axes.set_xlabel("predicted", fontsize=8)
             axes.set_ylabel("survived", fontsize=8)
         output = io.BytesIO()
@@ -128,12 +132,10 @@ class Calibration:
         return output.getvalue()
 
 
-def _curve(
-    blocks: Blocks, temperatures: tuple[float, ...], k: int
-) -> tuple[Floats, Floats, Floats]:
+def _curve(blocks: Blocks, scaling: Scaling, k: int) -> tuple[Floats, Floats, Floats]:
     """Of each bin that is not empty: mean prediction, share that survived, size of its dot."""
     seen = blocks.reach > k
-    predicted = survivals(blocks.logits[seen], temperatures)[:, k]
+    predicted = survivals(blocks.logits[seen], scaling)[:, k]
     place = bins_of(predicted)
     count: Ints = np.bincount(place, minlength=BINS)
     full = count > 0

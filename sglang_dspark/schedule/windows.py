@@ -6,6 +6,7 @@ tensor-parallel group come to the same ones.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +18,11 @@ from sglang.srt.utils.common import async_h2d
 from cuda_graph.tiers import Tier, TierGrid
 from sglang_dspark.config import SpecConfig, VerifyMode
 from sglang_dspark.drafters.base import DraftBlock, RoundState
+from sglang_dspark.drafters.evidence import F
 from sglang_dspark.kernels.top_windows import top_windows, top_windows_reference
 from sglang_dspark.schedule.agree import Agreement
-from sglang_dspark.schedule.calibration import survivals
-from sglang_dspark.schedule.confidence import ConfidenceFit, confidence_logits
+from sglang_dspark.schedule.calibration import Rescale, Scaling, survivals
+from sglang_dspark.schedule.confidence import LOG_ODDS, ConfidenceFit, confidence_logits
 from sglang_dspark.schedule.cost_source import CostSource
 from sglang_dspark.schedule.rounds import Belief, FinishedRound
 from sglang_dspark.schedule.scheduler import BudgetScheduler, Decision, Ints
@@ -51,9 +53,11 @@ class WindowScheduler:
     ) -> None:
         self.config, self._pool, self._device = config, request_pool, device
         self._agreement, self._overlap = agreement, overlap
-        temperatures = config.schedule.temperatures or (1.0,) * config.gamma
-        self._temperatures = torch.tensor(temperatures, device=device)
-        self._host_temperatures = np.array(temperatures)
+        scaling = config.schedule.scaling or Scaling.identity(config.gamma)
+        # A calibration is made for what the draft says, so it comes before the fit, whose prior
+        # keeps it as it is: alone, where the fit is frozen.
+        self._rescale = _rescale(scaling, lambda values: torch.tensor(values, device=device))
+        self._host_rescale = _rescale(scaling, np.array)
         head = config.draft.has_confidence_head
         self._fit = ConfidenceFit(config.gamma, head, frozen=not config.schedule.fits_online)
         self._upload(self._fit.parameters())
@@ -129,17 +133,14 @@ class WindowScheduler:
     def _believe(self, block: DraftBlock, state: RoundState) -> Belief | None:
         evidence, head = block.evidence, block.confidence_logits
         sampled = None if state.sampling is None else state.sampling.top_k > 1
-        # A calibration is made for what the draft says, so it comes before the fit, whose prior
-        # keeps it as it is: temperatures alone, where the fit is frozen.
         if evidence is None:
             if head is None or not head.numel():
                 return None
-            logits = head / self._temperatures[: head.shape[1]]
+            logits = self._rescale.head(head)
         else:
-            temperatures = self._temperatures[: evidence.shape[1]]
             logits = confidence_logits(
-                evidence / temperatures[:, None],
-                None if head is None else head / temperatures,
+                self._rescale.evidence(evidence),
+                None if head is None else self._rescale.head(head),
                 self._parameters,
                 sampled,
             )
@@ -190,11 +191,9 @@ class WindowScheduler:
         whole = np.full_like(done.windows, done.evidence.shape[1] + 1)
         windows = whole if done.full else done.windows
         accepted = done.ceiling if done.full else done.accepted
-        temperatures = self._host_temperatures[: done.evidence.shape[1]]
-        head = None if done.head_logits is None else done.head_logits / temperatures
-        self._fit.learn(
-            done.evidence / temperatures[:, None], head, windows, accepted, done.sampled
-        )
+        head = None if done.head_logits is None else self._host_rescale.head(done.head_logits)
+        evidence = self._host_rescale.evidence(done.evidence)
+        self._fit.learn(evidence, head, windows, accepted, done.sampled)
         if (parameters := self._fit.news()) is not None:
             self._upload(parameters)
 
@@ -237,3 +236,11 @@ class WindowScheduler:
     def _stops_early(self, decision: Decision) -> bool:
         """Only a decision of the table (it predicts a time) is made again with better knowledge."""
         return not self._overlap and decision.drafts and decision.seconds > 0
+
+
+def _rescale(scaling: Scaling, array: Callable[[Any], Any]) -> Rescale:
+    """array: from nested tuples of numbers to a tensor or a numpy array."""
+    if not scaling.shifted:
+        return Rescale(array(scaling.temperatures), None, None)
+    of_log_odds = [[shift if f == LOG_ODDS else 0.0 for f in range(F)] for shift in scaling.shifts]
+    return Rescale(array(scaling.temperatures), array(scaling.shifts), array(of_log_odds))

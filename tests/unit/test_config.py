@@ -15,6 +15,7 @@ from cost_tables import CostModel, Fingerprint, save_table
 from sglang_dspark import plugin
 from sglang_dspark.config import TargetModel, resolve
 from sglang_dspark.errors import ConfigError
+from sglang_dspark.schedule.calibration import Scaling
 
 TARGET = TargetModel(
     hidden_size=micro.HIDDEN, vocab_size=micro.VOCAB, num_layers=micro.TARGET_LAYERS
@@ -267,7 +268,7 @@ def test_a_measurement_can_be_asked_for_in_place_of_a_table(draft, tmp_path, mon
 def test_schedule_settings_have_defaults(draft):
     schedule = scheduled(draft)
     assert (schedule.tiers, schedule.budget, schedule.min_gain) == (12, "auto", 0.02)
-    assert schedule.table is None and schedule.temperatures is None
+    assert schedule.table is None and schedule.scaling is None
     assert schedule.calibration == "none (identity)"
 
 
@@ -391,7 +392,7 @@ def test_files_of_the_schedule_are_read(draft, tmp_path):
     files = {TABLE: str(tmp_path / "t.json"), CALIBRATION: str(tmp_path / "c.json")}
     schedule = scheduled(draft, **files)
     assert schedule.table.cost.drafted == model and schedule.table.fingerprint == place
-    assert schedule.temperatures == tuple(temperatures)
+    assert schedule.scaling == Scaling(tuple(temperatures), (0.0,) * 7)
     assert schedule.calibration == str(tmp_path / "c.json")
 
 

@@ -16,7 +16,7 @@ from sglang_dspark import cli
 from sglang_dspark.calibrate.blocks import load_blocks
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.observe.record_writer import first_line, line_of
-from sglang_dspark.schedule.calibration import read_temperatures
+from sglang_dspark.schedule.calibration import Scaling, read_calibration
 from sglang_dspark.schedule.rounds import FinishedRound
 from sglang_dspark.schedule.scheduler import Decision
 
@@ -116,9 +116,26 @@ def test_servers_read_it(records, tmp_path):
     run(records, "-o", out)
     temperatures = json.loads(out.read_text())["temperatures"]
     same = {"algorithm": "DSPARK", "has_confidence_head": True}
-    assert read_temperatures(out, GAMMA, same) == temperatures
+    assert read_calibration(out, GAMMA, same) == Scaling(tuple(temperatures), (0.0,) * GAMMA)
     sglangs = load_sts_calibration_from_path(str(out))
     assert sglangs.temperatures == temperatures and len(sglangs.ece_after) == GAMMA
+
+
+def test_a_shift_is_asked_for(records, tmp_path, capsys):
+    """Servers of ours read it; the command says that SGLang's does not."""
+    out = tmp_path / "c.json"
+    assert run(records, "-o", out, "--shift", "--png", tmp_path / "c.png") == 0
+    said, found = capsys.readouterr(), json.loads(out.read_text())
+    assert found["shifts"] == pytest.approx([0.0] * GAMMA, abs=0.3)  # the records need none
+    assert np.log(found["temperatures"]) == pytest.approx(np.log(TRUTH), abs=0.5)
+    expected = Scaling(tuple(found["temperatures"]), tuple(found["shifts"]))
+    assert read_calibration(out, GAMMA) == expected and expected.shifted
+    assert "shift" in said.out and f"{found['shifts'][0]:+.3f}" in said.out
+    assert "SGLang's own worker reads the latter alone" in said.err and said.err.count("\n") == 1
+    assert run(records, "-o", out) == 0
+    assert "shifts" not in json.loads(out.read_text())
+    said = capsys.readouterr()
+    assert "shift" not in said.out.split("written")[0] and said.err == ""
 
 
 def test_another_drafts_calibration_is_not_served(records, tmp_path):
@@ -129,7 +146,7 @@ def test_another_drafts_calibration_is_not_served(records, tmp_path):
         ("has_confidence_head", False, "has_confidence_head is True, but"),
     ):
         with pytest.raises(ConfigError) as caught:
-            read_temperatures(out, GAMMA, {name: served})
+            read_calibration(out, GAMMA, {name: served})
         assert words in str(caught.value)
 
 

@@ -17,10 +17,11 @@ from sglang_dspark.calibrate import fit
 from sglang_dspark.calibrate.blocks import Blocks
 from sglang_dspark.calibrate.fit import LEAST, MIN_BLOCKS, MOST, fit_temperatures
 from sglang_dspark.calibrate.reliability import BINS, errors, errors_by_position, survivals
+from sglang_dspark.schedule.calibration import Scaling
 
 TRUTH = (2.0, 0.5, 1.5, 1.0)
 GAMMA = len(TRUTH)
-ONES = (1.0,) * GAMMA
+ONES, ZEROS = (1.0,) * GAMMA, (0.0,) * GAMMA
 NEAR = 0.32
 
 
@@ -63,7 +64,7 @@ def test_trimmed_windows_give_the_temperatures_of_whole_ones():
 
 def promised_too_much(found: Blocks) -> list[float]:
     """By the true temperatures, over the blocks that count at each position."""
-    said = survivals(found.logits, TRUTH)
+    said = survivals(found.logits, Scaling(TRUTH, ZEROS))
     seen = [found.reach > k for k in range(GAMMA)]
     return [float((said[s, k] - (found.survived[s] > k)).mean()) for k, s in enumerate(seen)]
 
@@ -86,11 +87,19 @@ def test_the_error_on_held_out_requests_at_least_halves(seed, trimmed):
     fitted, held_out = blocks(seed, trimmed=trimmed).split(0.3, seed=0)
     temperatures = fit_temperatures(fitted)
     before, after = (
-        np.mean([each.ece for each in errors_by_position(held_out, t) if each is not None])
+        np.mean(
+            [
+                each.ece
+                for each in errors_by_position(held_out, Scaling(t, ZEROS))
+                if each is not None
+            ]
+        )
         for t in (ONES, temperatures)
     )
     # The error of chance, in 15 bins of so few blocks, is no fault of the temperatures.
-    chance = np.mean([e.chance for e in errors_by_position(held_out, temperatures) if e])
+    chance = np.mean(
+        [e.chance for e in errors_by_position(held_out, Scaling(temperatures, ZEROS)) if e]
+    )
     assert after - chance < (before - chance) / 2
     if not trimmed:
         assert after < before / 2 and after < 0.02
@@ -203,10 +212,12 @@ def test_certainty_has_a_bin():
 
 
 def test_survivals_are_running_products():
-    found = survivals(np.array([[0.0, math.log(3), np.nan]]), (1.0, 1.0, 1.0))
+    found = survivals(np.array([[0.0, math.log(3), np.nan]]), Scaling.identity(3))
     assert found[0, :2] == pytest.approx([0.5, 0.375]) and np.isnan(found[0, 2])
-    halved = survivals(np.array([[math.log(9)]]), (2.0,))
+    halved = survivals(np.array([[math.log(9)]]), Scaling((2.0,), (0.0,)))
     assert halved[0, 0] == pytest.approx(0.75)
+    shifted = survivals(np.array([[math.log(9)]]), Scaling((2.0,), (math.log(3),)))
+    assert shifted[0, 0] == pytest.approx(0.9)
 
 
 def test_survivals_are_those_that_windows_are_sized_by():
@@ -214,9 +225,11 @@ def test_survivals_are_those_that_windows_are_sized_by():
 
     from sglang_dspark.schedule import calibration
 
-    logits = np.random.default_rng(13).normal(0, 3, (50, GAMMA))
-    expected = calibration.survivals(torch.from_numpy(logits), torch.tensor(TRUTH))
-    np.testing.assert_allclose(survivals(logits, TRUTH), expected.numpy(), rtol=1e-6)
+    logits, shifts = np.random.default_rng(13).normal(0, 3, (50, GAMMA)), (0.5, -1.0, 0.0, 2.0)
+    rescale = calibration.Rescale(torch.tensor(TRUTH), torch.tensor(shifts), None)
+    expected = calibration.survivals(rescale.head(torch.from_numpy(logits)))
+    found = survivals(logits, Scaling(TRUTH, shifts))
+    np.testing.assert_allclose(found, expected.numpy(), rtol=1e-6)
 
 
 def test_the_docs_say_how_many_bins_and_blocks():

@@ -17,6 +17,7 @@ from sglang_dspark.config import ScheduleConfig, TargetModel, VerifyMode, resolv
 from sglang_dspark.drafters.base import DraftBlock
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.schedule.agree import Alone
+from sglang_dspark.schedule.calibration import Scaling
 from sglang_dspark.schedule.cost_source import CostSource
 from sglang_dspark.schedule.rounds import Belief, FinishedRound
 from sglang_dspark.schedule.scheduler import Decision
@@ -29,12 +30,19 @@ TEMPERATURES = (2.0, 0.5, 1.5)
 class Serving:
     """The schedule of a server, and rounds of it."""
 
-    def __init__(self, head: bool, fit: str, temperatures: tuple[float, ...] | None) -> None:
+    def __init__(
+        self,
+        head: bool,
+        fit: str,
+        temperatures: tuple[float, ...] | None,
+        shifts: tuple[float, ...] = (0.0,) * GAMMA,
+    ) -> None:
+        scaling = None if temperatures is None else Scaling(temperatures, shifts)
         config: Any = SimpleNamespace(
             gamma=GAMMA,
             mode=VerifyMode.COMPACT,
             draft=SimpleNamespace(has_confidence_head=head),
-            schedule=ScheduleConfig(temperatures=temperatures, confidence_fit=fit),
+            schedule=ScheduleConfig(scaling=scaling, confidence_fit=fit),
         )
         pool = SimpleNamespace(req_to_token=torch.zeros(REQUESTS, 8))
         cpu = torch.device("cpu")
@@ -111,6 +119,17 @@ def test_a_calibration_divides_what_the_draft_says(head, fit):
 
 @heads
 @pytest.mark.parametrize("fit", ["auto", "on", "off"])
+def test_a_shift_is_added_to_what_was_divided(head, fit):
+    shifts = (0.5, -1.0, 2.0)
+    serving = Serving(head, fit, TEMPERATURES, shifts)
+    logits = serving.logits / torch.tensor(TEMPERATURES) + torch.tensor(shifts)
+    expected = logits.sigmoid().cumprod(dim=1)
+    torch.testing.assert_close(serving.believe().survivals, expected)
+    torch.testing.assert_close(serving.believe(depth=2).survivals, expected[:, :2])
+
+
+@heads
+@pytest.mark.parametrize("fit", ["auto", "on", "off"])
 def test_without_one_it_starts_as_the_draft_says(head, fit):
     serving = Serving(head, fit, None)
     expected = serving.logits.sigmoid().cumprod(dim=1)
@@ -143,17 +162,19 @@ def test_the_online_fit_runs_when_it_should(head, fit, temperatures, moves):
 
 
 @heads
-def test_the_fit_leaves_a_right_calibration_as_it_is(head):
-    """It learns from what it is applied to: logits that the temperatures have divided already."""
-    serving, rng = Serving(head, "on", (4.0,) * GAMMA), np.random.default_rng(0)
+@pytest.mark.parametrize("shift", [0.0, -1.5])
+def test_the_fit_leaves_a_right_calibration_as_it_is(head, shift):
+    """It learns from what it is applied to: logits that are divided and shifted already."""
+    serving = Serving(head, "on", (4.0,) * GAMMA, (shift,) * GAMMA)
+    rng = np.random.default_rng(0)
     for _ in range(200):
         serving.draft()
-        kept = rng.random((REQUESTS, GAMMA)) < (serving.logits / 4.0).sigmoid().numpy()
+        kept = rng.random((REQUESTS, GAMMA)) < (serving.logits / 4.0 + shift).sigmoid().numpy()
         serving.learn(rounds=1, accepted=kept.cumprod(axis=1).sum(axis=1))
     differences = []
     for _ in range(50):
         serving.draft()
-        right = (serving.logits / 4.0).sigmoid()[:, 0]
+        right = (serving.logits / 4.0 + shift).sigmoid()[:, 0]
         differences.append((serving.believe().survivals[:, 0] - right).abs().mean().item())
     assert np.mean(differences) < 0.04
 

@@ -18,7 +18,7 @@ from cuda_graph import TierGrid
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.kernels.top_windows import top_windows_reference
 from sglang_dspark.schedule.budget import Budget, choose_budget, early_stop
-from sglang_dspark.schedule.calibration import read_temperatures, survivals
+from sglang_dspark.schedule.calibration import Rescale, Scaling, read_calibration, survivals
 
 GAMMA = 5
 STEEP = CostModel(0.01, (1.0,), (0.0,), (1.0, 8.0, 200.0), (0.0, 0.001, 0.2))
@@ -260,31 +260,41 @@ def test_the_kernel_equals_its_reference() -> None:
 
 def test_survival_is_the_product_of_calibrated_confidences() -> None:
     logits = torch.tensor([[1.0, -0.5, 2.0]])
-    temperatures = torch.tensor([1.0, 2.0, 0.5])
-    expected = torch.sigmoid(torch.tensor([1.0, -0.25, 4.0])).cumprod(dim=0)
-    torch.testing.assert_close(survivals(logits, temperatures)[0], expected)
+    temperatures, shifts = torch.tensor([1.0, 2.0, 0.5]), torch.tensor([0.0, 0.5, -1.0])
+    for shift, calibrated in ((None, [1.0, -0.25, 4.0]), (shifts, [1.0, 0.25, 3.0])):
+        expected = torch.sigmoid(torch.tensor(calibrated)).cumprod(dim=0)
+        found = survivals(Rescale(temperatures, shift, None).head(logits))
+        torch.testing.assert_close(found[0], expected)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_broken_logits_mean_a_full_window(value: float) -> None:
     logits = torch.tensor([[1.0, value, 2.0], [0.0, 0.0, 0.0]])
-    found = survivals(logits, torch.ones(3))
+    found = survivals(logits)
     assert found.tolist() == [[1.0, 1.0, 1.0], [0.5, 0.25, 0.125]]
 
 
 def test_calibration_files(tmp_path: Path) -> None:
     path = tmp_path / "c.json"
     path.write_text(json.dumps({"temperatures": [1, 1.5, 2.0]}))
-    assert read_temperatures(path, 3) == [1.0, 1.5, 2.0]
+    assert read_calibration(path, 3) == Scaling((1.0, 1.5, 2.0), (0.0, 0.0, 0.0))
+    path.write_text(json.dumps({"temperatures": [1, 1.5, 2.0], "shifts": [0, -1, 0.5]}))
+    assert read_calibration(path, 3) == Scaling((1.0, 1.5, 2.0), (0.0, -1.0, 0.5))
     for content, message in (
         ({"temperatures": [1, 2]}, "temperatures is 2 entries; must be 3 numbers"),
         ({}, "temperatures is None; must be 3 numbers"),
         ({"temperatures": [1, 0, 2]}, "holds 0; must be a finite number above 0"),
         ({"temperatures": [1, "x", 2]}, "holds 'x'; must be"),
+        ({"temperatures": [1, 1, 1], "shifts": [0, 0]}, "shifts is 2 entries; must be 3 numbers"),
+        ({"temperatures": [1, 1, 1], "shifts": 0.5}, "shifts is 0.5; must be 3 numbers"),
+        (
+            {"temperatures": [1, 1, 1], "shifts": [0, float("nan"), 0]},
+            "shifts holds nan; must be a finite number$",
+        ),
     ):
         path.write_text(json.dumps(content))
         with pytest.raises(ConfigError, match=message):
-            read_temperatures(path, 3)
+            read_calibration(path, 3)
     path.write_text("{")
     with pytest.raises(ConfigError, match="is not readable JSON"):
-        read_temperatures(path, 3)
+        read_calibration(path, 3)
