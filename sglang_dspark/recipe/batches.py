@@ -34,12 +34,8 @@ class Batch:
     topk_ids: Tensor  # int64 [S, N, k]; the target's distribution after the true prefix
     topk_probs: Tensor  # float32 [S, N, k]
 
-    gamma: int
-
     def to(self, device: torch.device) -> Batch:
-        tensors = {name: value for name, value in vars(self).items() if name != "gamma"}
-        moved = {name: value.to(device) for name, value in tensors.items()}
-        return Batch(**moved, gamma=self.gamma)
+        return Batch(**{name: value.to(device) for name, value in vars(self).items()})
 
 
 def block_mask(anchors: Tensor, length: int, gamma: int) -> Tensor:
@@ -71,8 +67,7 @@ def make_batch(
         _one_sequence(example, chosen, length, count, gamma, mask_token_id)
         for example, chosen in zip(examples, anchors, strict=True)
     ]
-    tensors = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-    return Batch(**tensors, gamma=gamma)
+    return Batch(**{name: torch.stack([row[name] for row in rows]) for name in rows[0]})
 
 
 def round_up(value: int, step: int) -> int:

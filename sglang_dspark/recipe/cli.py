@@ -30,13 +30,11 @@ from sglang_dspark.recipe.objectives import (
 )
 from sglang_dspark.recipe.subjects import SUBJECTS, Subject
 from sglang_dspark.recipe.target import FastLlama
-from sglang_dspark.recipe.uncertainty import CHECKED_EVERY, teach_confidence
 from sglang_dspark.serving import ServerError
 
 DRAFTS = ("dspark", "dflash", "eagle3")
 TOP_K = 64
-HELD_OUT_EVERY = 8  # one conversation in so many is kept for the confidence head
-CONFIDENCE_STEPS = 8  # training steps of the draft for one of `teach_confidence`
+HELD_OUT_EVERY = 16  # one conversation in so many is kept for the confidence head
 FREQUENT_IDS = 3000
 
 
@@ -156,8 +154,8 @@ def run(options: Options) -> None:
         print(f"draft: {name}", file=sys.stderr)
         with figures.timed(f"train {name}"):
             draft = train_draft(name, options, subject, target, examples)
-            if isinstance(draft, DraftModel) and draft.confidence_head is not None:
-                fit_confidence(draft, Shared(target.embed, target.head), kept_back, options)
+            if isinstance(draft, DraftModel) and draft.confidence_head is not None and kept_back:
+                refit_confidence(draft, Shared(target.embed, target.head), kept_back, options.seed)
         with figures.timed(f"evaluate {name}"):
             prompts = {
                 kind: rows[: options.eval_prompts] for kind, rows in subject.held_out.items()
@@ -197,22 +195,6 @@ def train_draft(
         log=work / f"{name}.jsonl",
     )
     return objective.model
-
-
-def fit_confidence(
-    draft: DraftModel, shared: Shared, examples: list[Example], options: Options
-) -> None:
-    """Of a trained draft, on conversations that it was not trained on, if there are enough."""
-    if examples:
-        refit_confidence(draft, shared, examples, options.seed)
-    if len(examples) >= CHECKED_EVERY:
-        steps = max(1, options.steps // CONFIDENCE_STEPS)
-        taught = teach_confidence(draft, shared, examples, steps, options.seed)
-        print(
-            f"confidence: cross-entropy {taught.before:.3f} -> {taught.after:.3f} nats a token, "
-            f"the draft's distributions moved by {taught.divergence:.4f} nats",
-            file=sys.stderr,
-        )
 
 
 def new_objective(

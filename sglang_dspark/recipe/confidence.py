@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sglang_dspark.recipe.batches import Batch, choose_anchors, make_batch
+from sglang_dspark.recipe.batches import choose_anchors, make_batch
 from sglang_dspark.recipe.draft import DraftModel
 from sglang_dspark.recipe.features import Example
 from sglang_dspark.recipe.objectives import Shared
@@ -23,7 +23,13 @@ WEIGHT_DECAY = 1e-3
 def refit_confidence(
     draft: DraftModel, shared: Shared, examples: list[Example], seed: int
 ) -> tuple[float, float]:
-    """Refit in place on `examples`; returns the cross-entropy before and after, nats a token."""
+    """Refit in place on `examples`; returns the cross-entropy before and after, nats a token.
+
+    A row counts if the true tokens before it are what the draft would have proposed: the head
+    speaks of blocks that survived so far. Its label is whether the draft's own greedy token is the
+    target's, weighted with the paper's 1 - ½‖p - q‖₁ half and half, since one head serves both
+    greedy and sampled requests.
+    """
     if draft.confidence_head is None:
         raise ValueError("the draft has no confidence head")
     rows, labels = [], []
@@ -72,24 +78,14 @@ def confidence_rows(
     logits = F.linear(hidden.to(shared.head.dtype), shared.head).float()
     if draft.markov_head is not None:
         logits = logits + draft.markov_head.bias(previous)
-    likely = logits.softmax(dim=-1).gather(1, batch.topk_ids[0])
-    labels, counts = accept_labels(logits.argmax(dim=-1), likely, batch)
-    inputs = hidden if latent is None else torch.cat([hidden, latent], dim=-1)
-    return inputs[counts], labels[counts]
-
-
-def accept_labels(own: Tensor, likely: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """What the head should say of every row, float [R], and which rows count, bool [R].
-
-    own: the draft's greedy tokens, int64 [R]; likely: its probabilities of batch.topk_ids, [R, k].
-    A label is half whether the draft's own token is the target's and half the paper's
-    1 - ½‖p - q‖₁ (but for tails), since one head serves greedy and sampled requests. A row counts
-    if the tokens before it are what the draft would have proposed: the head speaks of blocks that
-    survived so far.
-    """
-    topk_ids, topk_probs = batch.topk_ids.flatten(0, 1), batch.topk_probs.flatten(0, 1)
-    overlap = torch.minimum(likely, topk_probs).sum(dim=-1)
-    greedy = (own == topk_ids[:, 0]).float()
-    hits = (own == batch.labels.flatten()).unflatten(0, (-1, batch.gamma))
+    q = logits.softmax(dim=-1)
+    likely = q.gather(1, batch.topk_ids[0])
+    overlap = torch.minimum(likely, batch.topk_probs[0]).sum(dim=-1)  # 1 - ½‖p - q‖₁, but for tails
+    own = logits.argmax(dim=-1)
+    greedy = (own == batch.topk_ids[0, :, 0]).float()
+    # Row k is reached if the draft's tokens before it are the sequence's.
+    hits = (own == batch.labels[0]).unflatten(0, (-1, gamma))
     reached = F.pad(hits[:, :-1], (1, 0), value=True).long().cumprod(dim=1).flatten().bool()
-    return 0.5 * (overlap + greedy), reached & batch.valid.flatten()
+    counts = reached & batch.valid[0]
+    inputs = hidden if latent is None else torch.cat([hidden, latent], dim=-1)
+    return inputs[counts], (0.5 * overlap + 0.5 * greedy)[counts]

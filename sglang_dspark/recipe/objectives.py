@@ -83,11 +83,21 @@ class BlockObjective:
 
     def loss_over(self, batch: Batch, vocabulary: Vocabulary, weights: LossWeights) -> LossTerms:
         """One forward of the draft over `batch` and its loss over a given vocabulary."""
-        gamma = self.model.config.block_size
-        rows = block_rows(self.model, self.shared, batch, vocabulary)
+        draft, gamma = self.model, self.model.config.block_size
+        context = draft.project_context(batch.features.float())
+        embeds = F.embedding(batch.block_ids, self.shared.embed).float()
+        hidden = draft(embeds, batch.positions, context, batch.mask).flatten(0, 1)
+        logits = F.linear(hidden, self.shared.head[vocabulary.ids].to(hidden.dtype)).float()
+        previous = batch.previous.flatten()
+        latent = draft.latent(previous)
+        if draft.markov_head is not None:
+            logits = logits + draft.markov_head.bias(previous, vocabulary.ids).float()
+        confidence = None
+        if draft.confidence_head is not None:
+            confidence = draft.confidence_head(hidden, latent)
         return dspark_loss(
-            rows.logits,
-            rows.confidence,
+            logits,
+            confidence,
             batch.labels.flatten(),
             batch.topk_ids.flatten(0, 1),
             batch.topk_probs.flatten(0, 1),
@@ -95,30 +105,6 @@ class BlockObjective:
             vocabulary,
             weights,
         )
-
-
-@dataclass(frozen=True)
-class BlockRows:
-    """What a block draft says of the R rows of a batch."""
-
-    logits: Tensor  # float32 [R, c + s], of vocabulary.ids, without the sample shift
-    confidence: Tensor | None  # [R], logits; None without a head
-
-
-def block_rows(
-    draft: DraftModel, shared: Shared, batch: Batch, vocabulary: Vocabulary
-) -> BlockRows:
-    """One forward of the draft over `batch`, logits over a given vocabulary."""
-    context = draft.project_context(batch.features.float())
-    embeds = F.embedding(batch.block_ids, shared.embed).float()
-    hidden = draft(embeds, batch.positions, context, batch.mask).flatten(0, 1)
-    logits = F.linear(hidden, shared.head[vocabulary.ids].to(hidden.dtype)).float()
-    previous = batch.previous.flatten()
-    latent = draft.latent(previous)
-    if draft.markov_head is not None:
-        logits = logits + draft.markov_head.bias(previous, vocabulary.ids).float()
-    head = draft.confidence_head
-    return BlockRows(logits, None if head is None else head(hidden, latent))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from sglang_dspark.recipe import objectives, train, uncertainty
+from sglang_dspark.recipe import objectives, train
 from sglang_dspark.recipe.confidence import confidence_rows, refit_confidence
 from sglang_dspark.recipe.draft import DraftConfig, DraftModel
 from sglang_dspark.recipe.export import AnyDraft
@@ -17,7 +17,6 @@ from sglang_dspark.recipe.features import Example
 from sglang_dspark.recipe.initialise import init_from_target, init_markov
 from sglang_dspark.recipe.recency import carry
 from sglang_dspark.recipe.target import FastLlama
-from sglang_dspark.recipe.uncertainty import teach_confidence
 from toy import GAMMA, LAYER_IDS, new_draft, objective_of, small_config
 
 
@@ -154,45 +153,6 @@ def test_the_confidence_head_is_refitted_alone(
         draft = new_draft("dflash", target, examples)
         assert isinstance(draft, DraftModel)
         refit_confidence(draft, shared, examples, seed=0)
-
-
-def test_the_last_layer_is_taught_to_show_how_sure_the_draft_is(
-    dspark: DraftModel,
-    target: FastLlama,
-    examples: list[Example],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Confidences get better than those of the best linear head, what the draft proposes stays
-    (without the divergence in the loss it moves by 0.4 nats), nothing below the last layer changes,
-    and twice the same is the same."""
-    monkeypatch.setattr(uncertainty, "LEARNING_RATE", 2e-3)  # a toy learns in few steps
-    shared = objectives.Shared(target.embed, target.head)
-    several = examples * 3
-    refit_confidence(dspark, shared, several, seed=0)
-    start = {name: value.clone() for name, value in dspark.state_dict().items()}
-    found = teach_confidence(dspark, shared, several, steps=150, seed=0)
-    assert found.after < found.before - 0.02
-    assert 0 < found.divergence < 0.05
-    changed = {name for name, value in dspark.state_dict().items() if not value.equal(start[name])}
-    last = f"layers.{dspark.config.num_hidden_layers - 1}."
-    assert all(name.startswith((last, "norm.", "confidence_head.")) for name in changed), changed
-    assert any(name.startswith(last) for name in changed)
-    end = {name: value.clone() for name, value in dspark.state_dict().items()}
-    dspark.load_state_dict(start)
-    assert teach_confidence(dspark, shared, several, steps=150, seed=0) == found
-    assert all(value.equal(end[name]) for name, value in dspark.state_dict().items())
-
-
-def test_confidence_has_to_be_taught_on_enough_text(
-    dspark: DraftModel, target: FastLlama, examples: list[Example]
-) -> None:
-    shared = objectives.Shared(target.embed, target.head)
-    with pytest.raises(ValueError, match="6 sequences; needed are 8"):
-        teach_confidence(dspark, shared, examples, steps=1, seed=0)
-    draft = new_draft("dflash", target, examples)
-    assert isinstance(draft, DraftModel)
-    with pytest.raises(ValueError, match="has no confidence head"):
-        teach_confidence(draft, shared, examples * 2, steps=1, seed=0)
 
 
 @torch.no_grad()
