@@ -96,7 +96,8 @@ class GraphPool:
                 raise ValueError(f"{name} has {len(value)} rows; the tier holds {tokens}")
             buffer = self._buffers[name]
             buffer[: len(value)].copy_(value)
-            buffer[len(value) : tokens].fill_(self._specs[name].padding)
+            if len(value) < tokens:
+                buffer[len(value) : tokens].fill_(self._specs[name].padding)
         if self.backend == "eager":
             if self._before_replay is not None:
                 self._before_replay(tokens)

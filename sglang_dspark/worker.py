@@ -345,6 +345,13 @@ class SpecWorker(BaseSpecWorker):
                 capture_decode_cuda_graph=decode.backend != Backend.DISABLED
             )
         self.drafter.capture()
+        served = self.drafter.served
+        self.acceptance.capture(
+            served.captured_requests,
+            self.config.width,
+            self.model_runner.model_config.vocab_size,
+            served.sampling_kernels,
+        )
         self.windows = WindowScheduler(
             self.config,
             self.model_runner.req_to_token_pool,

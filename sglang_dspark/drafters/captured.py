@@ -20,7 +20,7 @@ import torch
 from cuda_graph.pool import Buffer, GraphPool, Views
 from cuda_graph.tiers import TierGrid
 from sglang_dspark.drafters.base import DraftBlock
-from sglang_dspark.verify.sampling import SamplingParams
+from sglang_dspark.verify.sampling import PARAM_BUFFERS, SamplingParams
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -80,26 +80,15 @@ class SampledBlocks:
         self._pools: dict[bool, GraphPool] = {}
         if not fitting:
             return
-        number = Buffer(torch.float32, padding=1)
         buffers = {
             "hidden": Buffer(hidden.dtype, tuple(hidden.shape)),
             "anchors": Buffer(torch.int64),
-            "temperature": Buffer(torch.float32, (1,), padding=1),
-            "top_k": Buffer(torch.int32, padding=1),
-            "top_p": number,
-            "min_p": Buffer(torch.float32),
+            **PARAM_BUFFERS,
         }
 
         def forward(filters: bool) -> Callable[[Views], DraftBlock]:
             def run(views: Views) -> DraftBlock:
-                sampling = SamplingParams(
-                    **{name: views[name] for name in ("temperature", "top_k", "top_p", "min_p")},
-                    need_top_k=filters,
-                    need_top_p=filters,
-                    need_min_p=filters,
-                    any_greedy=True,
-                    kernels=kernels,
-                )
+                sampling = SamplingParams.of_buffers(views, filters, kernels)
                 return choose(views["hidden"], views["anchors"], sampling)
 
             return run
@@ -121,18 +110,10 @@ class SampledBlocks:
         """hidden [R, gamma, H], anchors [R] -> the first `depth` tokens of the block; None: there
         is no graph for it. The next one overwrites it."""
         requests = len(anchors)
-        filters = sampling.need_top_k or sampling.need_top_p or sampling.need_min_p
-        pool = self._pools.get(filters)
+        pool = self._pools.get(sampling.filters)
         if pool is None or requests > pool.grid.max_requests:
             return None
         tier = pool.grid.tiers[pool.grid.index(requests, requests)]
-        inputs = {
-            "hidden": hidden,
-            "anchors": anchors,
-            "temperature": sampling.temperature,
-            "top_k": sampling.top_k,
-            "top_p": sampling.top_p,
-            "min_p": sampling.min_p,
-        }
+        inputs = {"hidden": hidden, "anchors": anchors, **sampling.buffers()}
         block: DraftBlock = pool.replay(tier.tokens, inputs)
         return block.part(requests, depth)

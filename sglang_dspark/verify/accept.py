@@ -38,6 +38,15 @@ class Verdict:
     # [R] int64: draft tokens that a full window would have accepted, if every row of it was run
     ceiling: torch.Tensor
 
+    def copied(self, requests: int) -> Verdict:
+        """Of the first requests. The ceiling is not copied: it is read before the next replay."""
+        return Verdict(
+            tokens=self.tokens[:requests].clone(),
+            commit_lens=self.commit_lens[:requests].clone(),
+            bonus=self.bonus[:requests].clone(),
+            ceiling=self.ceiling[:requests],
+        )
+
     def padded(self, width: int) -> Verdict:
         """The same with rows of `width` tokens, for a draft of fewer."""
         return replace(self, tokens=pad(self.tokens, (0, width - self.tokens.shape[1])))

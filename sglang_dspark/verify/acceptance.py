@@ -16,6 +16,7 @@ from sglang_dspark.verify.accept import (
 )
 from sglang_dspark.verify.captured import CapturedAccept, capture_acceptance
 from sglang_dspark.verify.layout import VerifyRows
+from sglang_dspark.verify.sampled_graphs import SampledAccept
 from sglang_dspark.verify.sampling import SamplingParams, distribution
 from sglang_dspark.verify.simulated import SimulatedAcceptance
 
@@ -46,6 +47,13 @@ class Acceptance:
         captured: CapturedAccept | None = None,
     ) -> None:
         self._generator, self._simulated, self._captured = generator, simulated, captured
+        self._sampled: SampledAccept | None = None
+
+    def capture(self, sizes: list[int], width: int, vocab_size: int, kernels: bool) -> None:
+        """Graphs for sampled batches of these sizes; with none the steps run one by one."""
+        if sizes and self._simulated is None:
+            with torch.no_grad():  # as rounds run: they could not write inference tensors
+                self._sampled = SampledAccept(width, vocab_size, sizes, self._generator, kernels)
 
     def stage(self, rows: VerifyRows, block: DraftBlock) -> None:
         """Before the target's forward."""
@@ -76,6 +84,10 @@ class Acceptance:
             return accept_simulated(drafts, target, self._simulated.survives(coins), rows.windows)
         if sampling is None:
             return accept_greedy(drafts, logits.argmax(dim=-1)[rows.index], rows.windows)
+        if self._sampled is not None and rows.ragged is None:
+            found = self._sampled.verdict(block, logits, sampling, rows.windows)
+            if found is not None:
+                return found
         probs = distribution(logits, sampling.of_rows(rows.request))
         if block.probs is None:
             return accept_nothing(drafts, probs[rows.index[:, 0]], self._generator)

@@ -82,13 +82,7 @@ class CapturedAccept:
     def verdict(self, graph_rows: int, requests: int) -> Verdict:
         """Of the graph that was just replayed; its next replay overwrites the ceiling. The rest,
         which outlives the round, is copied."""
-        captured = self._verdicts[graph_rows]
-        return Verdict(
-            tokens=captured.tokens[:requests].clone(),
-            commit_lens=captured.commit_lens[:requests].clone(),
-            bonus=captured.bonus[:requests].clone(),
-            ceiling=captured.ceiling[:requests],
-        )
+        return self._verdicts[graph_rows].copied(requests)
 
 
 def capture_acceptance(

@@ -8,13 +8,25 @@ Where SGLang samples with FlashInfer, its kernels find what top-k and top-p keep
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from cuda_graph.pool import Buffer
+
 if TYPE_CHECKING:
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+
+# Static inputs of a graph that samples, a row per request; rows of no request sample like any.
+PARAM_BUFFERS = {
+    "temperature": Buffer(torch.float32, (1,), padding=1),
+    "top_k": Buffer(torch.int32, padding=1),
+    "top_p": Buffer(torch.float32, padding=1),
+    "min_p": Buffer(torch.float32),
+}
 
 
 @dataclass(frozen=True)
@@ -56,6 +68,28 @@ class SamplingParams:
             kernels=kernels,
         )
 
+    @classmethod
+    def of_buffers(
+        cls, views: Mapping[str, torch.Tensor], filters: bool, kernels: bool
+    ) -> SamplingParams:
+        """Parameters in a graph, which was captured with all filters or with none."""
+        return cls(
+            **{name: views[name] for name in PARAM_BUFFERS},
+            need_top_k=filters,
+            need_top_p=filters,
+            need_min_p=filters,
+            any_greedy=True,
+            kernels=kernels,
+        )
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """What `PARAM_BUFFERS` take."""
+        return {name: getattr(self, name) for name in PARAM_BUFFERS}
+
+    @property
+    def filters(self) -> bool:
+        return self.need_top_k or self.need_top_p or self.need_min_p
+
     def of_rows(self, requests: torch.Tensor) -> SamplingParams:
         """Parameters of packed rows; requests [M] int64 names the request of each."""
         return replace(
@@ -73,7 +107,7 @@ def distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     logits: [N, V]; params: N rows. A greedy row comes out one-hot at its (first) argmax.
     """
     probs = torch.softmax(logits.float() / params.temperature, dim=-1)
-    if params.need_top_k or params.need_top_p or params.need_min_p:
+    if params.filters:
         probs = (_filter_by_kernels if params.kernels else _filter)(probs, params)
     if params.any_greedy:
         one_hot = torch.zeros_like(probs).scatter_(1, logits.argmax(dim=-1, keepdim=True), 1.0)
