@@ -8,6 +8,7 @@ import pytest
 from sglang_dspark.calibrate.blocks import Blocks
 from sglang_dspark.calibrate.reliability import errors_by_position
 from sglang_dspark.report.reliability import ReliabilityTally
+from sglang_dspark.schedule.calibration import Scaling
 
 
 def logits(*chances: float) -> np.ndarray:
@@ -87,6 +88,6 @@ def test_the_command_that_calibrates_measures_the_same():
     tally = ReliabilityTally(gamma=3)
     tally.add(rows, windows, accepted)
     blocks = Blocks(rows, reach=windows - 1, survived=accepted, request=np.arange(500))
-    theirs = errors_by_position(blocks, (1.0, 1.0, 1.0))
+    theirs = errors_by_position(blocks, Scaling.identity(3))
     for position, errors in zip(tally.result().positions, theirs, strict=True):
         assert (position.ece, position.chance) == pytest.approx((errors.ece, errors.chance))

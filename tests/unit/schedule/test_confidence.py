@@ -74,7 +74,7 @@ def test_without_a_head_it_starts_as_the_greatest_probability() -> None:
     parameters = torch.from_numpy(ConfidenceFit(GAMMA, head=False).parameters())
     found = confidence_logits(evidence(logits), None, parameters)
     torch.testing.assert_close(found.sigmoid(), q, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(survivals(found, torch.ones(3)), q.cumprod(1), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(survivals(found), q.cumprod(1), atol=1e-4, rtol=1e-4)
 
 
 # --- learning ------------------------------------------------------------------------------------
