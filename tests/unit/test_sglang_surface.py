@@ -35,7 +35,9 @@ def resolve(path: str):
 @pytest.mark.parametrize("name", imported_names())
 def test_imported_name_exists(name):
     module, _, attribute = name.rpartition(".")
-    assert hasattr(importlib.import_module(module), attribute), f"{name} is gone from SGLang"
+    if hasattr(importlib.import_module(module), attribute):
+        return
+    importlib.import_module(name)  # a module that nobody has imported yet
 
 
 @pytest.mark.parametrize("hook", plugin.hooks(), ids=lambda hook: hook.target)
