@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cuda_graph.pool import Buffer, GraphPool, Views
-from cuda_graph.tiers import TierGrid
+from cuda_graph.pool import Buffer, Views
 from sglang_dspark.drafters.base import DraftBlock
-from sglang_dspark.verify.sampling import PARAM_BUFFERS, SamplingParams
+from sglang_dspark.verify.sampled_graphs import SampledGraphs
+from sglang_dspark.verify.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -75,34 +75,22 @@ class SampledBlocks:
         kernels: bool,
         backend: str = "cuda",
     ) -> None:
-        bytes_of_request = 4 * len(hidden) * vocab_size
-        fitting = [size for size in sizes if size * bytes_of_request <= MAX_BYTES]
-        self._pools: dict[bool, GraphPool] = {}
-        if not fitting:
-            return
-        buffers = {
-            "hidden": Buffer(hidden.dtype, tuple(hidden.shape)),
-            "anchors": Buffer(torch.int64),
-            **PARAM_BUFFERS,
-        }
+        def run(views: Views, sampling: SamplingParams) -> DraftBlock:
+            return choose(views["hidden"], views["anchors"], sampling)
 
-        def forward(filters: bool) -> Callable[[Views], DraftBlock]:
-            def run(views: Views) -> DraftBlock:
-                sampling = SamplingParams.of_buffers(views, filters, kernels)
-                return choose(views["hidden"], views["anchors"], sampling)
-
-            return run
-
-        for filters in (False, True):
-            self._pools[filters] = GraphPool(
-                TierGrid.of(fitting, fitting[-1], gamma=0),
-                forward(filters),
-                buffers,
-                hidden.device,
-                backend,
-                generator=generator,
-            )
-            self._pools[filters].capture()
+        self._graphs = SampledGraphs(
+            run,
+            {
+                "hidden": Buffer(hidden.dtype, tuple(hidden.shape)),
+                "anchors": Buffer(torch.int64),
+            },
+            sizes,
+            bytes_of_request=4 * len(hidden) * vocab_size,
+            max_bytes=MAX_BYTES,
+            generator=generator,
+            kernels=kernels,
+            backend=backend,
+        )
 
     def block(
         self, hidden: torch.Tensor, anchors: torch.Tensor, sampling: SamplingParams, depth: int
@@ -110,10 +98,8 @@ class SampledBlocks:
         """hidden [R, gamma, H], anchors [R] -> the first `depth` tokens of the block; None: there
         is no graph for it. The next one overwrites it."""
         requests = len(anchors)
-        pool = self._pools.get(sampling.filters)
-        if pool is None or requests > pool.grid.max_requests:
+        if requests > self._graphs.max_requests:
             return None
-        tier = pool.grid.tiers[pool.grid.index(requests, requests)]
-        inputs = {"hidden": hidden, "anchors": anchors, **sampling.buffers()}
-        block: DraftBlock = pool.replay(tier.tokens, inputs)
+        inputs = {"hidden": hidden, "anchors": anchors}
+        block: DraftBlock = self._graphs.replay(inputs, sampling)
         return block.part(requests, depth)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from sampling_requests import FILTERS, mixed_params
 from sglang_dspark.drafters.base import DraftBlock
 from sglang_dspark.drafters.captured import MAX_BYTES, SampledBlocks
 from sglang_dspark.verify.sampling import SamplingParams, distribution, draw
@@ -33,29 +34,8 @@ def eager_blocks(choose: Any, vocab_size: int, generator: torch.Generator) -> Sa
     return SampledBlocks(choose, example, vocab_size, SIZES, generator, False, backend="eager")
 
 
-FILTERS = {"none": {}, "top-k": {"top_k": 3}, "top-p": {"top_p": 0.5}, "min-p": {"min_p": 0.4}}
-
-
-def params(
-    requests: int,
-    generator: torch.Generator,
-    top_k: int = 1 << 30,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-) -> SamplingParams:
-    """Every third request is greedy."""
-    top_ks = torch.full((requests,), top_k, dtype=torch.int32)
-    top_ks[::3] = 1
-    return SamplingParams(
-        temperature=torch.rand(requests, 1, generator=generator) + 0.5,
-        top_k=top_ks,
-        top_p=torch.full((requests,), top_p),
-        min_p=torch.full((requests,), min_p),
-        need_top_k=top_k < 1 << 30,
-        need_top_p=top_p < 1.0,
-        need_min_p=min_p > 0.0,
-        any_greedy=True,
-    )
+def params(requests: int, generator: torch.Generator, **filters: float) -> SamplingParams:
+    return mixed_params(torch.rand(requests, 1, generator=generator) + 0.5, **filters)
 
 
 @pytest.mark.parametrize("filters", FILTERS.values(), ids=FILTERS)

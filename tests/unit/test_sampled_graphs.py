@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sampling_requests import FILTERS, mixed_params
 from sglang_dspark.drafters.base import DraftBlock
 from sglang_dspark.verify.accept import accept_greedy, accept_sampled
 from sglang_dspark.verify.acceptance import Acceptance
@@ -14,25 +15,10 @@ from sglang_dspark.verify.sampling import SamplingParams, distribution
 
 WIDTH, VOCAB = 4, 13
 SIZES = [1, 2, 4, 8]
-FILTERS = {"none": {}, "top-k": {"top_k": 3}, "top-p": {"top_p": 0.5}, "min-p": {"min_p": 0.4}}
 
 
-def params(
-    requests: int, top_k: int = 1 << 30, top_p: float = 1.0, min_p: float = 0.0
-) -> SamplingParams:
-    """Every third request is greedy."""
-    top_ks = torch.full((requests,), top_k, dtype=torch.int32)
-    top_ks[::3] = 1
-    return SamplingParams(
-        temperature=torch.linspace(0.5, 1.5, requests).view(-1, 1),
-        top_k=top_ks,
-        top_p=torch.full((requests,), top_p),
-        min_p=torch.full((requests,), min_p),
-        need_top_k=top_k < 1 << 30,
-        need_top_p=top_p < 1.0,
-        need_min_p=min_p > 0.0,
-        any_greedy=True,
-    )
+def params(requests: int, **filters: float) -> SamplingParams:
+    return mixed_params(torch.linspace(0.5, 1.5, requests).view(-1, 1), **filters)
 
 
 def a_round(requests: int, seed: int) -> tuple[DraftBlock, torch.Tensor]:
@@ -104,9 +90,10 @@ def test_what_has_no_graph_is_left_to_the_steps_one_by_one():
     large = MAX_BYTES // (4 * (2 * WIDTH - 1) * 2)  # two requests fit
     generator = torch.Generator()
     pool = SampledAccept(WIDTH, large, SIZES, generator, kernels=False, backend="eager")
-    held = {name: p.grid.max_requests for name, p in pool._pools.items()}
-    assert held == {False: 2, True: 2}
-    assert not SampledAccept(WIDTH, 3 * large, SIZES, generator, False, "eager")._pools
+    assert pool.max_requests == 2
+    pool = SampledAccept(WIDTH, 3 * large, SIZES, generator, kernels=False, backend="eager")
+    assert pool.max_requests == 0
+    assert pool.verdict(block, logits, params(2), None) is None
 
 
 def test_a_round_asks_the_graphs_first():

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from scipy.special import expit
 
+from scaled_blocks import scaled_blocks
 from sglang_dspark.calibrate import fit
 from sglang_dspark.calibrate.blocks import Blocks
 from sglang_dspark.calibrate.fit import LEAST, MIN_BLOCKS, MOST, fit_temperatures
@@ -25,20 +27,8 @@ ONES, ZEROS = (1.0,) * GAMMA, (0.0,) * GAMMA
 NEAR = 0.32
 
 
-def blocks(seed: int, count: int = 20_000, mean: float = 0.8, trimmed: bool = False) -> Blocks:
-    """Blocks whose token k survives with the chance sigmoid(logit_k / t_k); ten a request.
-
-    trimmed: windows end where the true survival falls below a level that is another for each.
-    """
-    rng, temperatures = np.random.default_rng(seed), np.array(TRUTH)
-    logits = rng.normal(mean, 1.5, (count, GAMMA)) * temperatures
-    chances = expit(logits / temperatures)
-    survived = (rng.random(chances.shape) < chances).cumprod(axis=1).sum(axis=1)
-    reach = np.full(count, GAMMA)
-    if trimmed:
-        levels = rng.uniform(0.05, 0.4, (count, 1))
-        reach = (chances.cumprod(axis=1) > levels).sum(axis=1)
-    return Blocks(logits, reach, np.minimum(survived, reach), np.arange(count) // 10)
+def blocks(seed: int, **how: Any) -> Blocks:
+    return scaled_blocks(Scaling(TRUTH, ZEROS), seed, **how)
 
 
 def assert_near(found: tuple[float, ...], truth: tuple[float, ...] = TRUTH) -> None:

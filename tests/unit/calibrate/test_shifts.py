@@ -6,11 +6,14 @@ SPREAD at most: NEAR is four of these.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from scipy.optimize import check_grad
 from scipy.special import expit, logit
 
+from scaled_blocks import scaled_blocks
 from sglang_dspark.calibrate import shifts
 from sglang_dspark.calibrate.blocks import Blocks
 from sglang_dspark.calibrate.fit import LEAST, MIN_BLOCKS, MOST, PRIOR_SPREAD, fit_scaling
@@ -23,22 +26,8 @@ SPREAD = 0.08
 NEAR = 4 * SPREAD
 
 
-def blocks(seed: int, count: int = 20_000, trimmed: bool = False) -> Blocks:
-    """Token k survives with the chance sigmoid(logit_k / t_k + s_k); ten blocks a request.
-
-    trimmed: windows end where the true survival falls below a level that is another for each.
-    """
-    rng = np.random.default_rng(seed)
-    temperatures, offsets = np.array(TRUTH.temperatures), np.array(TRUTH.shifts)
-    scaled = rng.normal(0.8, 1.5, (count, GAMMA))
-    logits = (scaled - offsets) * temperatures
-    chances = expit(scaled)
-    survived = (rng.random(chances.shape) < chances).cumprod(axis=1).sum(axis=1)
-    reach = np.full(count, GAMMA)
-    if trimmed:
-        levels = rng.uniform(0.05, 0.4, (count, 1))
-        reach = (chances.cumprod(axis=1) > levels).sum(axis=1)
-    return Blocks(logits, reach, np.minimum(survived, reach), np.arange(count) // 10)
+def blocks(seed: int, **how: Any) -> Blocks:
+    return scaled_blocks(TRUTH, seed, **how)
 
 
 def distance(found: Scaling) -> np.ndarray:
