@@ -97,11 +97,11 @@ def test_what_has_no_graph_is_left_to_the_steps_one_by_one():
 
 
 def test_a_round_asks_the_graphs_first():
-    block, logits = a_round(2, 0)
-    tokens = torch.cat([torch.zeros(2, 1).long(), block.tokens], dim=1)
-    rows = full_rows(tokens, torch.arange(2 * WIDTH).view(2, WIDTH), None)
+    block, logits = a_round(8, 0)
+    tokens = torch.cat([torch.zeros(8, 1).long(), block.tokens], dim=1)
+    rows = full_rows(tokens, torch.arange(8 * WIDTH).view(8, WIDTH), None)
     acceptance = Acceptance(torch.Generator().manual_seed(0))
     acceptance._sampled = graphs(5)
-    found = acceptance.verdict(block, tokens, logits, params(2), rows, None)
-    wanted = graphs(5).verdict(block, logits, params(2), None)
+    found = acceptance.verdict(block, tokens, logits, params(8), rows, None)
+    wanted = graphs(5).verdict(block, logits, params(8), None)
     assert wanted is not None and torch.equal(found.tokens, wanted.tokens)
